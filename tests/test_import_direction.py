@@ -2,9 +2,9 @@
 
     errors ← contracts ← registry ← numerics ← mesh ← logprob ← loss ← api ← verify / integrations ← cli
 
-A room may import itself and every room to its left; `kernels` only re-exports and nobody imports it. Imports inside
-functions count as well: laziness saves time, it does not turn an arrow round. The registry's loaders are strings on
-purpose, since it names rooms to its right without importing them.
+A room may import itself and every room to its left; `kernels` only re-exports and nobody imports it.
+Imports inside functions count as well: laziness saves time, it does not turn an arrow round. Loaders in the
+registry are strings on purpose, since it names rooms to its right without importing them.
 """
 
 from __future__ import annotations
