@@ -1,0 +1,164 @@
+"""Rollouts: sampled completions with the log-probs under which they were sampled.
+
+Letters: G groups, K samples a group, B = G·K sequences, P padded prompt, C padded completion, T = P + C, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rl_engine.cli.demo.task import grade
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_engine.cli.demo.policy import Policy
+    from rl_engine.cli.demo.task import Question
+
+__all__ = ["Rollouts", "sample_rollouts"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollouts:
+    """A batch of graded completions; prompts are padded on the left, completions on the right.
+
+    Attributes:
+        input_ids: [B, T] int64, prompt then completion.
+        attention_mask: [B, T] int64, 0 on padding.
+        completion_mask: [B, C] bool, True on sampled tokens, the one that ended the completion included.
+        old_logps: [B, C] fp32, log-prob of each sampled token when it was sampled, 0 where the mask is False.
+        rewards: [B] fp32.
+        group_boundaries: [G + 1] int64, CSR offsets of the groups over the sequences.
+        prompts: One text a group.
+        completions: One text a sequence.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_mask: Tensor
+    old_logps: Tensor
+    rewards: Tensor
+    group_boundaries: Tensor
+    prompts: tuple[str, ...]
+    completions: tuple[str, ...]
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """Return the sampled tokens, [B, C] int64."""
+        return self.input_ids[:, -self.completion_mask.shape[1] :]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as they are saved."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "completion_mask": self.completion_mask,
+            "old_logps": self.old_logps,
+            "rewards": self.rewards,
+            "group_boundaries": self.group_boundaries,
+        }
+
+    def records(self) -> list[dict[str, object]]:
+        """Return one record a sequence: group, prompt, completion, reward, number of tokens."""
+        bounds = self.group_boundaries.tolist()
+        lengths = self.completion_mask.sum(-1).tolist()
+        rewards = self.rewards.tolist()
+        return [
+            {
+                "group": group,
+                "prompt": self.prompts[group],
+                "completion": self.completions[index],
+                "reward": round(rewards[index], 6),
+                "tokens": lengths[index],
+            }
+            for group in range(len(bounds) - 1)
+            for index in range(bounds[group], bounds[group + 1])
+        ]
+
+    def save_jsonl(self, path: Path) -> None:
+        """Write `records()`, one JSON object a line."""
+        lines = (json.dumps(record, ensure_ascii=False) for record in self.records())
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def sample_rollouts(
+    policy: Policy,
+    questions: Sequence[Question],
+    *,
+    samples_per_question: int,
+    max_tokens: int,
+    seed: int,
+) -> Rollouts:
+    """Sample completions at temperature 1 and grade them.
+
+    Args:
+        policy: The model to sample from.
+        questions: G questions.
+        samples_per_question: K completions for each.
+        max_tokens: C, the most tokens of a completion.
+        seed: Seed of the sampling; the same seed and weights on the same machine give the same tokens.
+
+    Returns:
+        The rollouts, groups in the order of the questions. Log-probs are log_softmax of the fp32 logits at the
+        moment of sampling.
+    """
+    prompts = [policy.chat_ids(question.text) for question in questions for _ in range(samples_per_question)]
+    prompt_ids, prompt_mask = _left_padded(prompts, policy.end_id)
+    tokens, logps = _generate(policy, prompt_ids, prompt_mask, max_tokens=max_tokens, seed=seed)
+    ends = tokens == policy.end_id
+    mask = ends.cumsum(-1) - ends.long() == 0  # up to and with the first end
+    completions = tuple(policy.text(row[keep]) for row, keep in zip(tokens, mask, strict=True))
+    ended = ends.any(-1).tolist()
+    rewards = [
+        grade(text, questions[index // samples_per_question].answer, finished=ended[index])
+        for index, text in enumerate(completions)
+    ]
+    return Rollouts(
+        input_ids=torch.cat([prompt_ids, tokens], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask.long()], dim=1),
+        completion_mask=mask,
+        old_logps=torch.where(mask, logps, 0.0),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
+        group_boundaries=torch.arange(len(questions) + 1) * samples_per_question,
+        prompts=tuple(question.text for question in questions),
+        completions=completions,
+    )
+
+
+def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def _generate(
+    policy: Policy, prompt_ids: Tensor, prompt_mask: Tensor, *, max_tokens: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return tokens [B, C] int64 and their log-probs [B, C] fp32; C is the longest completion."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        output = policy.model.generate(
+            input_ids=prompt_ids,
+            attention_mask=prompt_mask,
+            max_new_tokens=max_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=policy.end_id,
+            pad_token_id=policy.end_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    tokens = output.sequences[:, prompt_ids.shape[1] :]
+    steps = [logits.float().log_softmax(-1) for logits in output.logits]
+    logps = [step.gather(1, tokens[:, index, None])[:, 0] for index, step in enumerate(steps)]
+    return tokens, torch.stack(logps, 1)
