@@ -20,8 +20,9 @@ def _bits(value: Any) -> tuple[np.ndarray, str]:
             return tensor.numpy().view(np.uint8), "torch.bool"
         signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         return tensor.view(signed).numpy().view(_UNSIGNED[tensor.element_size()]), str(tensor.dtype)
-    array = np.ascontiguousarray(value)
-    return array.view(_UNSIGNED[array.dtype.itemsize]).reshape(array.shape), f"torch.{array.dtype.name}"
+    array = np.asarray(value, order="C")
+    bits = array.reshape(-1).view(_UNSIGNED[array.dtype.itemsize]).reshape(array.shape)
+    return bits, f"torch.{array.dtype.name}"
 
 
 def _order(bits: int, width: int) -> int:
@@ -41,8 +42,8 @@ def assert_bits_equal(actual: Any, expected: Any, name: str = "value", *, nan_pa
         actual: torch tensor or numpy array of any dtype.
         expected: the same; the kind may differ.
         name: what the values are, for the message.
-        nan_payload: compare the bits of NaNs too. IEEE leaves them open (the x86 NaN is negative, the one of a
-            GPU is not), so by default every NaN equals every NaN and nothing else.
+        nan_payload: compare the bits of NaNs too. IEEE leaves them open (the x86 NaN is negative, the one of
+            a GPU is not), so by default every NaN equals every NaN and nothing else.
     """
     left, left_dtype = _bits(actual)
     right, right_dtype = _bits(expected)
