@@ -1,0 +1,1 @@
+"""Import paths of an earlier system, kept as re-exports; nothing is defined below here."""

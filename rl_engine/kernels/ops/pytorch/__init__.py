@@ -1,0 +1,1 @@
+"""Re-exports of the ops."""
