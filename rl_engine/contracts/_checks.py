@@ -94,19 +94,13 @@ class Rules:
                 return kind(value)
             except ValueError:
                 pass
-        known = " | ".join(kind)
-        self.fail(
-            field,
-            value,
-            f"must be one of {known}",
-            f"pass {kind.__name__}.{next(iter(kind)).name} or its name",
-        )
+        remedy = f"pass {kind.__name__}.{next(iter(kind)).name} or its name"
+        self.fail(field, value, f"must be one of {' | '.join(kind)}", remedy)
 
     def members(self, field: str, values: object, kind: type[E]) -> frozenset[E]:
         """A non-empty set of members of `kind`; a lone member counts as a set of one."""
-        items: Iterable[object] = (
-            (values,) if isinstance(values, str) else self.iterable(field, values, f"{kind.__name__} members")
-        )
+        what = f"{kind.__name__} members"
+        items = (values,) if isinstance(values, str) else self.iterable(field, values, what)
         result = frozenset(self.member(field, item, kind) for item in items)
         if not result:
             self.fail(field, values, "must name at least one member", f"choose from {' | '.join(kind)}")
@@ -116,22 +110,13 @@ class Rules:
         """The items of an iterable as a tuple, through `.tolist()` where it is an array or a tensor."""
         tolist = getattr(value, "tolist", None)
         source = tolist() if callable(tolist) else value
-        if isinstance(source, str | bytes):
-            self.fail(
-                field,
-                value,
-                f"must be an iterable of {what}, got {type(value).__name__}",
-                f"pass a tuple of {what}",
-            )
-        try:
-            return tuple(cast("Iterable[object]", source))
-        except TypeError:
-            self.fail(
-                field,
-                value,
-                f"must be an iterable of {what}, got {type(value).__name__}",
-                f"pass a tuple of {what}",
-            )
+        if not isinstance(source, str | bytes):
+            try:
+                return tuple(cast("Iterable[object]", source))
+            except TypeError:
+                pass
+        rule = f"must be an iterable of {what}, got {type(value).__name__}"
+        self.fail(field, value, rule, f"pass a tuple of {what}")
 
     def sizes(self, field: str, values: object) -> frozenset[int] | None:
         """A non-empty set of positive world sizes, or None for any."""
@@ -163,12 +148,8 @@ class Rules:
             start, end = (self.integer(f"{field}[{rank}]", number, remedy=remedy) for number in pair)
             pairs.append((start, end))
         if len(pairs) != parts:
-            self.fail(
-                field,
-                pairs,
-                f"must hold one (start, end) per rank: {parts_name} is {parts}, got {len(pairs)}",
-                remedy,
-            )
+            rule = f"must hold one (start, end) per rank: {parts_name} is {parts}, got {len(pairs)}"
+            self.fail(field, pairs, rule, remedy)
         expected = 0
         for rank, (start, end) in enumerate(pairs):
             if start != expected:

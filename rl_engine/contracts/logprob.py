@@ -14,7 +14,14 @@ from enum import StrEnum
 from typing import Any, Final
 
 from rl_engine.contracts._capability import ImplementationKind as ImplementationKind
-from rl_engine.contracts._capability import closed_scopes, listing, size_reasons, strongest_scope
+from rl_engine.contracts._capability import (
+    closed_scopes,
+    listing,
+    outside,
+    size_listing,
+    strongest_scope,
+    too_strong,
+)
 from rl_engine.contracts._checks import LOGPROB_RULES
 from rl_engine.contracts._json import fingerprint, from_mapping, to_mapping
 from rl_engine.contracts.dtype import LogitsDtype as LogitsDtype
@@ -144,10 +151,14 @@ class LogprobContract:
 
     Example:
         >>> contract = LogprobContract(role="train", dtype="bf16", sharding=ShardingSpec.even(151936, 0, 4))
-        >>> print(contract)
-        logprob train bf16 | vocab 151936, tp 0/4 [0, 37984) | exact_words by packed_all_gather, layout_free |
-        T 1 | \
-mask by the call, ignore_index -100 | logp, lse
+        >>> for part in str(contract).split(" | "):
+        ...     print(part)
+        logprob train bf16
+        vocab 151936, tp 0/4 [0, 37984)
+        exact_words by packed_all_gather, layout_free
+        T 1
+        mask by the call, ignore_index -100
+        logp, lse
     """
 
     role: LogprobRole
@@ -226,11 +237,8 @@ mask by the call, ignore_index -100 | logp, lse
 
     def agreement_fields(self, axis: MeshAxis | None = None) -> dict[str, Any]:
         """What `cross_rank_fingerprint` hashes: compare two ranks' to see what they disagree on."""
-        along = (
-            None
-            if axis is None
-            else LOGPROB_RULES.member("LogprobContract.cross_rank_fingerprint axis", axis, MeshAxis)
-        )
+        name = "LogprobContract.cross_rank_fingerprint axis"
+        along = None if axis is None else LOGPROB_RULES.member(name, axis, MeshAxis)
         sharding = self.sharding.to_dict()
         for coordinate in (MeshAxis.TP, MeshAxis.CP):
             if along in (None, coordinate):
@@ -252,15 +260,16 @@ mask by the call, ignore_index -100 | logp, lse
         return fields
 
     def __str__(self) -> str:
-        mask = (
-            f"mask by the call, ignore_index {self.resolved_ignore_index}"
-            if self.mask is None
-            else str(self.mask)
-        )
-        head = f"logprob {self.role} {self.dtype}"
-        return " | ".join(
-            [head, str(self.sharding), str(self.reduction), f"T {self.temperature:g}", mask, str(self.output)]
-        )
+        mask = f"mask by the call, ignore_index {self.resolved_ignore_index}"
+        parts = [
+            f"logprob {self.role} {self.dtype}",
+            str(self.sharding),
+            str(self.reduction),
+            f"T {self.temperature:g}",
+            mask if self.mask is None else str(self.mask),
+            str(self.output),
+        ]
+        return " | ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types, parts nested."""
@@ -326,27 +335,16 @@ class LogprobBackendCapability:
         rules, put, name = LOGPROB_RULES, object.__setattr__, "LogprobBackendCapability"
         put(self, "backend_id", rules.backend_id(f"{name}.backend_id", self.backend_id))
         put(self, "roles", rules.members(f"{name}.roles", self.roles, LogprobRole))
-        dtypes = (
-            (self.dtypes,)
-            if isinstance(self.dtypes, str)
-            else rules.iterable(f"{name}.dtypes", self.dtypes, "dtypes")
-        )
+        where, lone = f"{name}.dtypes", isinstance(self.dtypes, str)
+        dtypes = (self.dtypes,) if lone else rules.iterable(where, self.dtypes, "dtypes")
         if not dtypes:
-            rules.fail(
-                f"{name}.dtypes",
-                self.dtypes,
-                "must name at least one member",
-                "choose from bf16 | fp16 | fp32",
-            )
+            rules.fail(where, self.dtypes, "must name at least one member", "choose from bf16 | fp16 | fp32")
         put(self, "dtypes", frozenset(LogitsDtype.parse(dtype) for dtype in dtypes))
         put(self, "tp_world_sizes", rules.sizes(f"{name}.tp_world_sizes", self.tp_world_sizes))
         put(self, "cp_world_sizes", rules.sizes(f"{name}.cp_world_sizes", self.cp_world_sizes))
         put(self, "mask_modes", rules.members(f"{name}.mask_modes", self.mask_modes, MaskMode))
-        put(
-            self,
-            "determinism_scopes",
-            closed_scopes(rules, f"{name}.determinism_scopes", self.determinism_scopes),
-        )
+        scopes = closed_scopes(rules, f"{name}.determinism_scopes", self.determinism_scopes)
+        put(self, "determinism_scopes", scopes)
         kind = rules.member(f"{name}.implementation_kind", self.implementation_kind, ImplementationKind)
         put(self, "implementation_kind", kind)
         put(self, "merges", rules.members(f"{name}.merges", self.merges, MergeKind))
@@ -380,20 +378,14 @@ class LogprobBackendCapability:
             "LogprobBackendCapability.incompatibilities contract", contract, LogprobContract
         )
         shards, reduction, reasons = contract.sharding, contract.reduction, list[str]()
-        if contract.role not in self.roles:
-            reasons.append(f"role {contract.role} is not among {listing(self.roles)}")
-        if contract.dtype not in self.dtypes:
-            reasons.append(f"dtype {contract.dtype} is not among {listing(self.dtypes)}")
-        reasons += size_reasons("tp_world_size", shards.tp_world_size, self.tp_world_sizes)
-        reasons += size_reasons("cp_world_size", shards.cp_world_size, self.cp_world_sizes)
-        if reduction.merge not in self.merges:
-            reasons.append(f"merge {reduction.merge} is not among {listing(self.merges)}")
-        elif reduction.transport not in self.transports:
-            reasons.append(f"transport {reduction.transport} is not among {listing(self.transports)}")
-        if reduction.determinism_scope not in self.determinism_scopes:
-            reasons.append(
-                f"determinism_scope {reduction.determinism_scope} is stronger than {self.strongest_scope}"
-            )
+        reasons += outside("role", contract.role, self.roles)
+        reasons += outside("dtype", contract.dtype, self.dtypes)
+        reasons += outside("tp_world_size", shards.tp_world_size, self.tp_world_sizes)
+        reasons += outside("cp_world_size", shards.cp_world_size, self.cp_world_sizes)
+        reasons += outside("merge", reduction.merge, self.merges)
+        if self.implements(contract):  # another merge has transports of its own
+            reasons += outside("transport", reduction.transport, self.transports)
+        reasons += too_strong(reduction.determinism_scope, self.determinism_scopes)
         if shards.num_padding_columns and not self.supports_vocab_padding:
             reasons.append(f"no vocabulary padding, but {shards.num_padding_columns} columns are padding")
         if shards.has_empty_shards and not self.supports_empty_shards:
@@ -436,14 +428,9 @@ class LogprobBackendCapability:
         return [f"understands only ignore_index, but {inactive} tokens are inactive by the mask"]
 
     def __str__(self) -> str:
-        sizes = (
-            "any"
-            if self.tp_world_sizes is None
-            else ", ".join(str(size) for size in sorted(self.tp_world_sizes))
-        )
         return (
             f"{self.backend_id} ({self.implementation_kind}): {listing(self.merges)}, "
-            f"up to {self.strongest_scope}, {listing(self.dtypes)}, tp {sizes}"
+            f"up to {self.strongest_scope}, {listing(self.dtypes)}, tp {size_listing(self.tp_world_sizes)}"
         )
 
     def to_dict(self) -> dict[str, Any]:

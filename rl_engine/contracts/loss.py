@@ -12,7 +12,14 @@ from enum import StrEnum
 from typing import Any
 
 from rl_engine.contracts._capability import ImplementationKind as ImplementationKind
-from rl_engine.contracts._capability import closed_scopes, listing, size_reasons, strongest_scope
+from rl_engine.contracts._capability import (
+    closed_scopes,
+    listing,
+    outside,
+    size_listing,
+    strongest_scope,
+    too_strong,
+)
 from rl_engine.contracts._checks import LOSS_RULES
 from rl_engine.contracts._json import fingerprint, from_mapping, to_mapping
 from rl_engine.contracts.batch import LossShardingSpec as LossShardingSpec
@@ -180,11 +187,8 @@ class GRPOLossContract:
 
     def agreement_fields(self, axis: MeshAxis | None = None) -> dict[str, Any]:
         """What `cross_rank_fingerprint` hashes: compare two ranks' to see what they disagree on."""
-        along = (
-            None
-            if axis is None
-            else LOSS_RULES.member("GRPOLossContract.cross_rank_fingerprint axis", axis, MeshAxis)
-        )
+        name = "GRPOLossContract.cross_rank_fingerprint axis"
+        along = None if axis is None else LOSS_RULES.member(name, axis, MeshAxis)
         sharding = self.sharding.to_dict()
         for coordinate in (MeshAxis.DP, MeshAxis.CP):
             if along in (None, coordinate):
@@ -265,11 +269,8 @@ class LossBackendCapability:
             ("data_parallel_reductions", DataParallelReduction),
         ):
             put(self, part, rules.members(f"{name}.{part}", getattr(self, part), kind))
-        put(
-            self,
-            "determinism_scopes",
-            closed_scopes(rules, f"{name}.determinism_scopes", self.determinism_scopes),
-        )
+        scopes = closed_scopes(rules, f"{name}.determinism_scopes", self.determinism_scopes)
+        put(self, "determinism_scopes", scopes)
         put(self, "dp_world_sizes", rules.sizes(f"{name}.dp_world_sizes", self.dp_world_sizes))
         put(self, "cp_world_sizes", rules.sizes(f"{name}.cp_world_sizes", self.cp_world_sizes))
         tier = rules.member(f"{name}.implementation_kind", self.implementation_kind, ImplementationKind)
@@ -295,47 +296,25 @@ class LossBackendCapability:
     def incompatibilities(self, contract: GRPOLossContract) -> tuple[str, ...]:
         """Every reason why the backend cannot serve the contract, not only the first; empty where it can."""
         LOSS_RULES.instance("LossBackendCapability.incompatibilities contract", contract, GRPOLossContract)
-        objective, reduction, shards, reasons = (
-            contract.objective,
-            contract.reduction,
-            contract.sharding,
-            list[str](),
-        )
-        normalizer, estimator = objective.advantage.normalizer, objective.kl_estimator
-        if reduction.token_normalizer not in self.token_normalizers:
-            offered = listing(self.token_normalizers)
-            reasons.append(f"token_normalizer {reduction.token_normalizer} is not among {offered}")
-        if estimator not in self.kl_estimators:
-            reasons.append(f"kl_estimator {estimator} is not among {listing(self.kl_estimators)}")
-        if normalizer not in self.advantage_normalizers:
-            reasons.append(
-                f"advantage normalizer {normalizer} is not among {listing(self.advantage_normalizers)}"
-            )
-        if reduction.determinism_scope not in self.determinism_scopes:
-            reasons.append(
-                f"determinism_scope {reduction.determinism_scope} is stronger than {self.strongest_scope}"
-            )
-        reasons += size_reasons("dp_world_size", shards.dp_world_size, self.dp_world_sizes)
-        reasons += size_reasons("cp_world_size", shards.cp_world_size, self.cp_world_sizes)
+        objective, reduction, shards = contract.objective, contract.reduction, contract.sharding
+        reasons = outside("token_normalizer", reduction.token_normalizer, self.token_normalizers)
+        reasons += outside("kl_estimator", objective.kl_estimator, self.kl_estimators)
+        reasons += outside("advantage normalizer", objective.advantage.normalizer, self.advantage_normalizers)
+        reasons += too_strong(reduction.determinism_scope, self.determinism_scopes)
+        reasons += outside("dp_world_size", shards.dp_world_size, self.dp_world_sizes)
+        reasons += outside("cp_world_size", shards.cp_world_size, self.cp_world_sizes)
         if shards.has_variable_group_sizes and not self.supports_variable_group_sizes:
-            sizes = ", ".join(str(size) for size in sorted(set(shards.group_sizes)))
+            sizes = listing(frozenset(shards.group_sizes))
             reasons.append(f"groups must be of one size, but sizes are {sizes}")
         if objective.clip.is_asymmetric and not self.supports_asymmetric_clip:
             reasons.append(f"clip bounds must be equal, but are {objective.clip}")
-        if reduction.data_parallel_reduction not in self.data_parallel_reductions:
-            offered = listing(self.data_parallel_reductions)
-            reasons.append(
-                f"data_parallel_reduction {reduction.data_parallel_reduction} is not among {offered}"
-            )
+        offered = self.data_parallel_reductions
+        reasons += outside("data_parallel_reduction", reduction.data_parallel_reduction, offered)
         return tuple(reasons)
 
     def __str__(self) -> str:
-        sizes = (
-            "any"
-            if self.dp_world_sizes is None
-            else ", ".join(str(size) for size in sorted(self.dp_world_sizes))
-        )
-        return f"{self.backend_id} ({self.implementation_kind}): up to {self.strongest_scope}, dp {sizes}"
+        tier, sizes = self.implementation_kind, size_listing(self.dp_world_sizes)
+        return f"{self.backend_id} ({tier}): up to {self.strongest_scope}, dp {sizes}"
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON types; sets as sorted lists."""
