@@ -387,7 +387,7 @@ def _gradient_rows(bits, out, first, last, target, lse2, a, b, h, entropy, scale
         zero = _round_to(_ZERO, bits[i, 0])
         used = a[i] != _ZERO or b[i] != _ZERO or h[i] != _ZERO
         begin = 0
-        if used and np.isnan(lse2[i]):
+        if used and not np.isfinite(lse2[i] + a[i] + b[i] + h[i]):
             for j in range(real_cols):
                 dst[j] = nan_pattern
             begin = real_cols

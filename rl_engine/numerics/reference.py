@@ -119,7 +119,8 @@ def gradient(
         logits: [n, V_local] as given to :func:`partial`.
         target_local: [n] int64, −1 where another rank owns the target.
         lse2: [n] float64 from closing; NaN marks a row that is not good.
-        grad_logp: [n] fp32 coefficient a, already multiplied by 1/T and zeroed on inactive rows; None counts as 0.
+        grad_logp: [n] fp32 coefficient a, already multiplied by 1/T and zeroed on inactive rows; None counts as 0. A row
+            with a coefficient that is not finite gets NaN.
         grad_lse: [n] fp32 coefficient b, already multiplied by 1/T; None counts as 0.
         grad_entropy: [n] fp32 coefficient h, like `grad_logp`; needs `entropy`.
         entropy: [n] fp32, the row's entropy.
@@ -157,7 +158,7 @@ def gradient(
 def _gradient_rows(
     x: Tensor, delta: Tensor, lse2: Tensor, a: Tensor, b: Tensor, h: Tensor, big_h: Tensor, scale_l: float
 ) -> Tensor:
-    bad = lse2.isnan()[:, None]
+    bad = ~(lse2 + a + b + h).isfinite()[:, None]
     n = torch.where(lse2.isnan(), 0.0, lse2).round()
     f = (lse2 - n).float()[:, None]
     y = fma32(x, scale_l, -n.float()[:, None]) - f

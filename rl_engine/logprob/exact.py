@@ -1,0 +1,199 @@
+"""The exact tiers of the logprob: partial words per shard, one merge, one closing; elementwise backward.
+
+Steps of a call, on every rank of the TP group:
+
+1. `partial`: this shard's words, [n, K] int64; no communication.
+2. one exchange over TP: by default a packed all-gather of the words, merged locally; or an all-reduce(MAX) of the
+   reference exponents then an all-reduce(SUM) of the rest (`Transport.ALL_REDUCE_MAX_SUM`), the same bits.
+3. `close_rows`: logp, lse and entropy, the same numbers on every rank.
+4. backward: each rank writes the gradient of its own shard from lse2; no communication.
+
+Deliberately not done: no fp32 copy of the logits is made or saved, no collective adds floats.
+
+The derivative: with p_j = exp(x_j/T − lse), ∂logp/∂x_j = (δ_jt − p_j)/T, ∂lse/∂x_j = p_j/T, and
+∂H/∂x_j = −p_j (ln p_j + H)/T, since H = −Σ p ln p and Σ_j ∂p_j/∂x_i = 0.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_engine.contracts import Transport
+from rl_engine.logprob.inputs import Rows
+from rl_engine.logprob.op import ClosedCall, VocabParallelLogprobOp
+from rl_engine.mesh import Axis, all_gather_rows, all_reduce_max, all_reduce_sum
+from rl_engine.numerics import constants as C
+from rl_engine.numerics.words import close_rows, merge, raise_exponent
+
+__all__ = ["ExactBackend", "WordTier", "load_exact_numba", "load_exact_torch"]
+
+
+class WordTier(Protocol):
+    """One implementation of docs/numerics.md sections 2, 4 and 5: see :mod:`rl_engine.numerics.reference`."""
+
+    def partial(
+        self,
+        logits: Tensor,
+        target_local: Tensor,
+        *,
+        scale_l: float,
+        real_cols: int,
+        with_entropy: bool = False,
+    ) -> Tensor:
+        """[n, K] int64 partials of one shard."""
+        ...
+
+    def gradient(
+        self,
+        logits: Tensor,
+        target_local: Tensor,
+        lse2: Tensor,
+        *,
+        grad_logp: Tensor | None,
+        grad_lse: Tensor | None,
+        grad_entropy: Tensor | None,
+        entropy: Tensor | None,
+        scale_l: float,
+        real_cols: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[n, V_local] gradient of one shard."""
+        ...
+
+
+def _exchange(partial: Tensor, axis: Axis, transport: Transport) -> Tensor:
+    """Merge the partials of all ranks of the axis: [n, K] int64, the same on every rank."""
+    if axis.size == 1:
+        return partial
+    if transport is Transport.PACKED_ALL_GATHER:
+        return merge(all_gather_rows(axis, partial))
+    exponent = all_reduce_max(axis, partial[:, C.COL_EXPONENT].contiguous())
+    raised = raise_exponent(partial, exponent)
+    raised[:, C.COL_EXPONENT] = 0
+    total = all_reduce_sum(axis, raised)
+    total[:, C.COL_EXPONENT] = exponent
+    return total
+
+
+def _append_checksum(partial: Tensor, checksum: Tensor) -> Tensor:
+    """One more row that merges to the sums and sums of squares of the ranks' checksums."""
+    row = torch.zeros(1, partial.shape[1], dtype=torch.int64, device=partial.device)
+    small = (
+        checksum & 0x3FFFFFFF
+    )  # 30 bits: their squares add up within int64 over 8 ranks, and wrap alike beyond
+    row[0, C.COL_WORD : C.COL_WORD + 2] = small
+    row[0, C.COL_WORD + 2] = small[0] * small[0]
+    row[0, C.COL_FLAGS] = small[1] * small[1]
+    return torch.cat([partial, row])
+
+
+def _checksums_agree(row: Tensor, size: int) -> Tensor:
+    """0-dim bool: all ranks had the same checksums, which is when n·Σc² = (Σc)² (Cauchy–Schwarz)."""
+    sums, squares = row[C.COL_WORD : C.COL_WORD + 2], row[C.COL_WORD + 2 : C.COL_WORD + 4]
+    return (squares * size == sums * sums).all()
+
+
+class _ExactRows(torch.autograd.Function):
+    """[n, V_local] logits to (logp, lse, entropy, good, owned, agree); see the module header for the derivation."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: Rows, tier: WordTier) -> tuple[Tensor | None, ...]:
+        with_entropy = rows.contract.output.entropy
+        partial = tier.partial(
+            logits,
+            rows.target_local,
+            scale_l=rows.scale_l,
+            real_cols=rows.real_cols,
+            with_entropy=with_entropy,
+        )
+        agree = None
+        if rows.checksum is not None:
+            partial = _append_checksum(partial, rows.checksum)
+        merged = _exchange(partial, rows.axis, rows.contract.reduction.transport)
+        if rows.checksum is not None:
+            agree = _checksums_agree(merged[-1], rows.axis.size)
+            merged = merged[:-1]
+        closed = close_rows(merged, rows.scale_l)
+        logp = torch.where(rows.active, closed.logp, 0.0)
+        entropy = None if closed.entropy is None else torch.where(rows.active, closed.entropy, 0.0)
+
+        ctx.set_materialize_grads(False)
+        ctx.tier, ctx.scale_l, ctx.inv_t, ctx.real_cols = tier, rows.scale_l, rows.inv_t, rows.real_cols
+        ctx.save_for_backward(logits, rows.target_local, rows.active, closed.owned, closed.lse2, entropy)
+        ctx.mark_non_differentiable(closed.good, closed.owned)
+        return logp, closed.lse, entropy, closed.good, closed.owned, agree
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        logits, target_local, active, owned, lse2, entropy = ctx.saved_tensors
+        grad_logp, grad_lse, grad_entropy = grads[:3]
+        if grad_logp is None and grad_lse is None and grad_entropy is None:
+            return None, None, None
+
+        def coefficient(grad: Tensor | None, active_only: bool) -> Tensor | None:
+            if grad is None:
+                return None
+            scaled = grad * ctx.inv_t
+            return torch.where(active, scaled, 0.0) if active_only else scaled
+
+        a = coefficient(grad_logp, active_only=True)
+        if a is not None:  # a row whose target nobody owns has logp NaN: so is its gradient
+            a = torch.where(~owned & (a != 0), torch.nan, a)
+        d = ctx.tier.gradient(
+            logits,
+            target_local,
+            lse2,
+            grad_logp=a,
+            grad_lse=coefficient(grad_lse, active_only=False),
+            grad_entropy=coefficient(grad_entropy, active_only=True),
+            entropy=entropy,
+            scale_l=ctx.scale_l,
+            real_cols=ctx.real_cols,
+        )
+        return d, None, None
+
+
+class ExactBackend:
+    """The logprob by exact words on one tier.
+
+    Args:
+        backend_id: the registry's name of it.
+        tier: an implementation of the word arithmetic.
+    """
+
+    numerics_id = C.NUMERICS_ID
+
+    def __init__(self, backend_id: str, tier: WordTier) -> None:
+        self.backend_id = backend_id
+        self.tier = tier
+
+    def rows(self, rows: Rows) -> ClosedCall:
+        """Forward over checked rows, differentiable; one exchange over TP, none in backward."""
+        out: Any = _ExactRows.apply(rows.logits, rows, self.tier)
+        logp, lse, entropy, good, owned, agree = out
+        return ClosedCall(logp, lse, entropy, good, owned, agree)
+
+
+def _tier(module: ModuleType) -> WordTier:
+    tier: Any = module
+    return tier
+
+
+def load_exact_torch() -> VocabParallelLogprobOp:
+    """The readable tier in plain torch, on any device."""
+    from rl_engine.numerics import reference
+
+    return VocabParallelLogprobOp(ExactBackend("exact_torch", _tier(reference)))
+
+
+def load_exact_numba() -> VocabParallelLogprobOp:
+    """The compiled tier for CPUs."""
+    from rl_engine.numerics import cpu
+
+    return VocabParallelLogprobOp(ExactBackend("exact_numba", _tier(cpu)))

@@ -1,0 +1,236 @@
+"""The loss from log-probs: the part that every front door and every op shares.
+
+Steps, on every rank, after the callers' checks and preflight:
+
+1. one all-reduce(SUM) of int64 over DP: rewards (or advantages) by bit pattern at their global place, active-token counts.
+2. advantages of every group, on every rank.
+3. token terms and their gradient weights; no communication.
+4. one all-reduce(SUM) of int64 over DP: the exact sums, with the count of ranks that found a problem in their values.
+5. with `validate`: one read. A problem anywhere becomes an error on every rank of the mesh.
+
+Shapes: N local tokens, S sequences of the whole batch, S_local of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_engine.contracts import LossReductionSpec, ObjectiveSpec, OnEmpty
+from rl_engine.errors import InputError, RLEngineError
+from rl_engine.loss.arithmetic import LossArithmetic
+from rl_engine.loss.result import GRPOLossResult, LossProvenance
+from rl_engine.loss.sums import LossSums, attach_gradient, fp32_bits, from_fp32_bits
+from rl_engine.mesh import Axis, Claim, all_reduce_sum, preflight_mesh
+
+__all__ = ["LossBatch", "gather_sequences", "policy_loss_from_logps"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """This rank's tokens of the batch.
+
+    Attributes:
+        old: [N] fp32 log-probs of the behaviour policy.
+        active: [N] bool.
+        sequence: [N] int64, the global sequence of each token.
+        first_sequence: global index of this rank's first sequence.
+        num_sequences: S.
+    """
+
+    old: Tensor
+    active: Tensor
+    sequence: Tensor
+    first_sequence: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredSequences:
+    """What every rank knows of every sequence.
+
+    Attributes:
+        values: [S] fp32, the rewards or advantages that were gathered.
+        active_tokens: [S] int64.
+    """
+
+    values: Tensor
+    active_tokens: Tensor
+
+
+def gather_sequences(values: Tensor, batch: LossBatch, dp: Axis) -> GatheredSequences:
+    """Step 1: replicate per-sequence values and active-token counts. One collective over DP.
+
+    Args:
+        values: [S_local] fp32 of this rank's sequences.
+        batch: This rank's tokens.
+        dp: The DP axis.
+
+    Returns:
+        The same on every rank.
+    """
+    table = torch.zeros(2, batch.num_sequences, dtype=torch.int64, device=batch.active.device)
+    table[0, batch.first_sequence : batch.first_sequence + len(values)] = fp32_bits(values)
+    table[1].scatter_add_(0, batch.sequence, batch.active.to(torch.int64))
+    table = all_reduce_sum(dp, table)
+    return GatheredSequences(from_fp32_bits(table[0]), table[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The result of step 3 and 4, and what step 5 reads."""
+
+    result: GRPOLossResult
+    sums: LossSums
+    local_problem: Tensor
+
+
+def policy_loss_from_logps(
+    logp: Tensor,
+    batch: LossBatch,
+    gathered: GatheredSequences,
+    token_advantages: Tensor | None,
+    ref: Tensor | None,
+    extra_problem: Tensor | None,
+    *,
+    boundaries: tuple[int, ...] | None,
+    objective: ObjectiveSpec,
+    reduction: LossReductionSpec,
+    arithmetic: LossArithmetic,
+    provenance: LossProvenance,
+    dp: Axis,
+) -> Evaluated:
+    """Steps 2 to 4.
+
+    Args:
+        logp: [N] fp32 live log-probs, differentiable.
+        batch: This rank's tokens.
+        gathered: From :func:`gather_sequences`.
+        token_advantages: [N] fp32 advantages per token, instead of the gathered ones.
+        ref: [N] fp32 reference log-probs.
+        extra_problem: 0-dim bool of the logprob calls.
+        boundaries: Group offsets where `gathered.values` are rewards; None where they are advantages.
+        objective: The formula.
+        reduction: The normaliser.
+        arithmetic: Exact or naive.
+        provenance: Goes into the result.
+        dp: The DP axis.
+
+    Returns:
+        The result, not yet validated.
+    """
+    counts = gathered.active_tokens
+    advantages = None
+    if token_advantages is None:
+        advantages = gathered.values
+        if boundaries is not None:
+            advantages = arithmetic.group_advantages(gathered.values, boundaries, objective.advantage)
+        token_advantages = advantages[batch.sequence]
+    live = logp.detach()
+    terms = arithmetic.token_terms(live, batch.old, token_advantages, ref, batch.active, objective)
+    weights = arithmetic.token_weights(counts, reduction, dp.size)
+    problem = (batch.active & ~(live.isfinite() & batch.old.isfinite() & token_advantages.isfinite())).any()
+    if ref is not None:
+        problem = problem | (batch.active & ~ref.isfinite()).any()
+    if extra_problem is not None:
+        problem = problem | extra_problem
+    sums = arithmetic.reduce_terms(
+        terms,
+        batch.sequence,
+        counts,
+        problem.to(torch.int64)[None],
+        objective=objective,
+        reduction=reduction,
+        dp=dp,
+    )
+    result = GRPOLossResult(
+        loss=attach_gradient(sums.loss, logp, terms, batch.sequence, weights),
+        policy_loss=sums.policy_loss,
+        kl=sums.kl,
+        advantages=advantages,
+        per_sequence_policy=sums.per_sequence_policy,
+        per_sequence_kl=sums.per_sequence_kl,
+        per_sequence_active_tokens=counts,
+        num_active_tokens=counts.sum(),
+        num_guarded_tokens=sums.num_guarded_tokens,
+        provenance=provenance,
+    )
+    return Evaluated(result, sums, problem)
+
+
+def report_problems(
+    evaluated: Evaluated,
+    gathered: GatheredSequences,
+    explain_local: Callable[[], RLEngineError | None],
+    *,
+    what: str,
+    reduction: LossReductionSpec,
+    validate: bool,
+    axes: tuple[Axis, ...],
+) -> None:
+    """Step 5: read once, and raise on every rank of the mesh if any rank has a problem.
+
+    Args:
+        evaluated: From :func:`policy_loss_from_logps`.
+        gathered: The replicated values.
+        explain_local: Finds the error of this rank, if it has one; called on every rank once any has a problem.
+        what: What the gathered values are, for the message: "reward" or "advantage".
+        reduction: For `on_empty`.
+        validate: Whether to look at values at all.
+        axes: TP, then DP.
+
+    Raises:
+        InputError: A value that has no meaning, named; or nothing active under `on_empty="error"`.
+        AgreementError: Another rank of the mesh has such a value.
+    """
+    must_have_tokens = reduction.on_empty is OnEmpty.ERROR
+    if not (validate or must_have_tokens):
+        return
+    bad_values = ~gathered.values.isfinite()
+    flags = [evaluated.sums.extra[0], bad_values.sum(), evaluated.result.num_active_tokens]
+    num_problems, num_bad_values, num_active = torch.stack(flags).tolist()
+    if must_have_tokens and num_active == 0:
+        raise InputError(
+            "no token of the whole batch is active; the contract says on_empty='error': pass a mask with active tokens, or "
+            "on_empty='zero' for a loss of 0"
+        )
+    if not validate:
+        return
+    if num_bad_values:  # replicated: every rank raises the same
+        i = int(bad_values.nonzero()[0, 0])
+        raise InputError(
+            f"{what} of sequence {i} is {float(gathered.values[i])}, expected a finite number; look at the reward function, "
+            "or drop the sequence from the batch"
+        )
+    if num_problems:
+        error = explain_local() if bool(evaluated.local_problem) else None
+        claims = [Claim(axis=axis, fingerprint="values", facts={}) for axis in axes]
+        preflight_mesh(claims, error=error)
+        if error is not None:
+            raise error
+
+
+def explain_values(
+    logp: Tensor, batch: LossBatch, ref: Tensor | None, token_advantages: Tensor | None
+) -> InputError | None:
+    """The first active token whose values have no meaning, as an error; None where all have."""
+    named = [
+        ("old_logps", batch.old),
+        ("ref_logps", ref),
+        ("advantages", token_advantages),
+        ("policy logps", logp),
+    ]
+    for name, values in named:
+        if values is None:
+            continue
+        bad = (batch.active & ~values.isfinite()).nonzero()[:, 0].tolist()
+        if bad:
+            i = bad[0]
+            return InputError(
+                f"{name} of token {i} (sequence {int(batch.sequence[i])}) is {float(values[i])} where the mask is active, expected "
+                f"a finite number ({len(bad)} such tokens); mask the token out, or repair {name}"
+            )
+    return None

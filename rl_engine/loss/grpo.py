@@ -1,0 +1,400 @@
+"""The distributed GRPO loss: contract and tensors in, the global loss out, the same bits in every layout.
+
+Steps of a call, on every rank of the TP × DP mesh:
+
+1. local checks; a failure is kept, not raised yet.
+2. with `validate`: preflight over TP, then DP (contract, backends, numerics, failures of step 1). The first collective of
+   the call on either axis: afterwards every rank has raised, or none.
+3. all-reduce(SUM) over DP: rewards by bit pattern, active-token counts (:mod:`rl_engine.loss.evaluate`, step 1).
+4. logprobs of the policy, then of the reference without gradient: one packed exchange over TP each.
+5. advantages, token terms, and all-reduce(SUM) over DP of the exact sums.
+6. with `validate`: one read; a problem anywhere raises on every rank.
+
+Backward: elementwise on each rank's own logits, no collective. A rank's logits receive the gradient of the *global* loss;
+a trainer that averages gradients over DP says so by `data_parallel_reduction="mean"`.
+
+Deliberately not done: nothing is divided before the sum is complete, no collective adds floats, no rank drops a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rl_engine.contracts import GRPOLossContract, MeshAxis
+from rl_engine.errors import InputError, RLEngineError
+from rl_engine.logprob.inputs import MaskCache, active_rows, bit_checksum, check_inputs
+from rl_engine.logprob.op import ClosedCall, VocabParallelLogprobOp, find_problem, problem_flag
+from rl_engine.loss.arithmetic import ExactArithmetic, LossArithmetic
+from rl_engine.loss.evaluate import (
+    LossBatch,
+    explain_values,
+    gather_sequences,
+    policy_loss_from_logps,
+    report_problems,
+)
+from rl_engine.loss.result import GRPOLossResult, LossProvenance
+from rl_engine.mesh import Axis, Claim, guard, preflight_mesh
+from rl_engine.registry import kernel_registry
+
+__all__ = ["DistributedGRPOLossOp", "load_exact"]
+
+
+class DistributedGRPOLossOp:
+    """GRPO over TP × DP: ratio, clip, KL, group advantages and global normalisation.
+
+    loss = normalise(Σ −min(r·A, clip(r)·A)) + β·normalise(Σ KL), with r = exp(logp − old) (Shao et al., "DeepSeekMath", 2024,
+    eq. 3); normalisers and asymmetric clip as in Yu et al., "DAPO", 2025, and Liu et al., "Understanding R1-Zero-Like
+    Training", 2025.
+
+    Args:
+        arithmetic: The loss backend; None is the exact one.
+
+    Example:
+        >>> from rl_engine.contracts import LogprobContract, LossShardingSpec, ShardingSpec
+        >>> contract = GRPOLossContract(
+        ...     LogprobContract(role="train", dtype="fp32", sharding=ShardingSpec.even(8, 0, 1)),
+        ...     LossShardingSpec.even(2, padded_seq_len=3, group_size=2),
+        ... )
+        >>> logits = torch.zeros(6, 8, requires_grad=True)
+        >>> old = torch.full((6,), -2.0794415)
+        >>> ids = torch.tensor([1, 2, 3, 4, 5, 6])
+        >>> rewards = torch.tensor([1.0, 0.0])
+        >>> result = DistributedGRPOLossOp().apply(logits, ids, old, rewards, contract=contract)
+        >>> result.advantages.tolist(), int(result.num_active_tokens)
+        ([1.0, -1.0], 6)
+    """
+
+    def __init__(self, arithmetic: LossArithmetic | None = None) -> None:
+        self.arithmetic: LossArithmetic = ExactArithmetic() if arithmetic is None else arithmetic
+        self._masks = MaskCache()
+
+    def apply(
+        self,
+        policy_local_logits: Tensor,
+        action_ids: Tensor,
+        old_logps: Tensor,
+        rewards: Tensor | None = None,
+        *,
+        contract: GRPOLossContract,
+        mask: Tensor | None = None,
+        ref_local_logits: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        advantages: Tensor | None = None,
+        tp_group: ProcessGroup | None = None,
+        dp_group: ProcessGroup | None = None,
+        cp_group: ProcessGroup | None = None,
+        validate: bool = True,
+        logprob_backend: str = "auto",
+    ) -> GRPOLossResult:
+        """Evaluate the loss over the whole mesh.
+
+        Collectives with `validate`: TP preflight, DP preflight, DP all-reduce, TP exchange (two with reference logits), DP
+        all-reduce. Without: the same less the preflights. On an axis of one rank: none.
+
+        Args:
+            policy_local_logits: [N, V_local] this rank's sequences × padded length, this rank's columns.
+            action_ids: [N] int64 or int32 sampled tokens, aligned with the logits that predict them.
+            old_logps: [N] fp32 log-probs at sampling; constants.
+            rewards: [S_local] rewards of this rank's sequences, cast to fp32; constants.
+            contract: What is asked.
+            mask: [N] bool active tokens; None takes the contract's, else all whose id is not the ignore index.
+            ref_local_logits: [N, V_local] reference logits; needed for β > 0 unless `ref_logps` is given.
+            ref_logps: [N] fp32 reference log-probs, instead of logits.
+            advantages: [S_local] or [N] fp32, instead of rewards.
+            tp_group: Ranks that share the sequences and split the vocabulary.
+            dp_group: Ranks that split the sequences.
+            cp_group: Not supported beyond one rank.
+            validate: Check agreement and values; False trusts the caller and never synchronises.
+            logprob_backend: Registry policy or id for the logprobs.
+
+        Returns:
+            The result, the same on every rank.
+
+        Raises:
+            InputError: A tensor does not fit the contract or, under `validate`, holds a value without meaning.
+            AgreementError: Under `validate`, ranks disagree or another rank failed.
+            UnsupportedError: No backend can serve the contract.
+        """
+        tp, dp = Axis.from_group("tp", tp_group), Axis.from_group("dp", dp_group)
+        cp = Axis.from_group("cp", cp_group)
+        error: RLEngineError | None = None
+        logprob_op = VocabParallelLogprobOp()
+        active = torch.empty(0)
+        try:
+            if not isinstance(contract, GRPOLossContract):
+                raise InputError(f"contract is {type(contract).__name__}, expected GRPOLossContract")
+            logits_device = policy_local_logits.device if isinstance(policy_local_logits, Tensor) else None
+            logprob_op = kernel_registry.get_logprob_op(
+                contract.logprob, logprob_backend, device=logits_device
+            ).op
+            check_inputs(policy_local_logits, action_ids, contract.logprob, mask, tp)
+            self._check(
+                contract,
+                policy_local_logits,
+                old_logps,
+                rewards,
+                advantages,
+                ref_local_logits,
+                ref_logps,
+                dp,
+                cp,
+            )
+            active = active_rows(action_ids, contract.logprob, mask, self._masks, validate=validate)
+        except RLEngineError as caught:
+            error = caught
+        if validate:
+            given = {
+                "reference": "logits"
+                if ref_local_logits is not None
+                else "logps"
+                if ref_logps is not None
+                else "none",
+                "advantages": "from rewards" if rewards is not None else "given",
+            }
+            self._announce(tp, dp, contract, logprob_op, given, error)
+        if error is not None:
+            raise error
+
+        sharding = contract.sharding
+        device = policy_local_logits.device
+        tokens = torch.arange(policy_local_logits.shape[0], device=device)
+        batch = LossBatch(
+            old=old_logps.detach(),
+            active=active,
+            sequence=tokens // max(1, sharding.padded_seq_len) + sharding.local_sequence_start,
+            first_sequence=sharding.local_sequence_start,
+            num_sequences=sharding.num_sequences,
+        )
+        per_sequence, per_token = split_advantages(rewards, advantages, sharding.num_local_sequences)
+        ref = None if ref_logps is None else ref_logps.detach()
+        with guard(tp, dp):
+            gathered = gather_sequences(per_sequence.to(device), batch, dp)
+            calls = self._logprobs(
+                policy_local_logits,
+                ref_local_logits,
+                action_ids,
+                batch,
+                per_sequence,
+                per_token,
+                ref,
+                contract,
+                logprob_op,
+                tp,
+                validate,
+            )
+            if len(calls) == 2:
+                ref = calls[1].logp
+            flags = [problem_flag(call, active) for call in calls]
+            evaluated = policy_loss_from_logps(
+                calls[0].logp,
+                batch,
+                gathered,
+                per_token,
+                ref,
+                torch.stack(flags).any(),
+                boundaries=sharding.group_boundaries if rewards is not None else None,
+                objective=contract.objective,
+                reduction=contract.reduction,
+                arithmetic=self.arithmetic,
+                provenance=self._provenance(contract, logprob_op, tp, dp, active),
+                dp=dp,
+            )
+
+        def explain_local() -> RLEngineError | None:
+            for name, call in zip(("policy", "reference"), calls, strict=False):
+                found = find_problem(call, active, action_ids, contract.logprob, name)
+                if found is not None:
+                    return found
+            return explain_values(calls[0].logp.detach(), batch, ref, per_token)
+
+        report_problems(
+            evaluated,
+            gathered,
+            explain_local,
+            what="reward" if rewards is not None else "advantage",
+            reduction=contract.reduction,
+            validate=validate,
+            axes=(tp, dp),
+        )
+        return evaluated.result
+
+    def _logprobs(
+        self,
+        policy_logits: Tensor,
+        ref_logits: Tensor | None,
+        action_ids: Tensor,
+        batch: LossBatch,
+        per_sequence: Tensor,
+        per_token: Tensor | None,
+        ref: Tensor | None,
+        contract: GRPOLossContract,
+        op: VocabParallelLogprobOp,
+        tp: Axis,
+        validate: bool,
+    ) -> list[ClosedCall]:
+        """The policy's call, and the reference's where logits are given; siblings' data are compared on the way."""
+        data = None
+        if validate and tp.size > 1:
+            masked = [torch.where(batch.active, v, 0.0) for v in (batch.old, ref, per_token) if v is not None]
+            data = bit_checksum(torch.cat([*masked, per_sequence.to(policy_logits.device)]))
+        calls = [
+            op.compute(
+                policy_logits, action_ids, contract.logprob, batch.active, tp, validate=validate, data=data
+            )
+        ]
+        if ref_logits is not None:
+            with torch.no_grad():
+                calls.append(
+                    op.compute(ref_logits, action_ids, contract.logprob, batch.active, tp, validate=validate)
+                )
+        return calls
+
+    def _check(
+        self,
+        contract: GRPOLossContract,
+        logits: Tensor,
+        old_logps: Tensor,
+        rewards: Tensor | None,
+        advantages: Tensor | None,
+        ref_logits: Tensor | None,
+        ref_logps: Tensor | None,
+        dp: Axis,
+        cp: Axis,
+    ) -> None:
+        sharding = contract.sharding
+        n = logits.shape[0]
+        if n != sharding.num_local_tokens:
+            raise InputError(
+                f"logits have {n} rows, the contract gives DP rank {sharding.dp_rank} {sharding.num_local_sequences} sequences × "
+                f"{sharding.padded_seq_len} tokens = {sharding.num_local_tokens}"
+            )
+        if cp.size > 1:
+            raise InputError(
+                f"cp_group has {cp.size} ranks; the loss is not split over a context-parallel axis, pass None"
+            )
+        if dp.size != sharding.dp_world_size or dp.rank != sharding.dp_rank:
+            raise InputError(
+                f"the contract is for DP rank {sharding.dp_rank} of {sharding.dp_world_size}, the call has rank {dp.rank} of "
+                f"{dp.size}; pass dp_group=, or build the sharding from that group"
+            )
+        check_tokens(n, logits.device, old_logps=old_logps, ref_logps=ref_logps)
+        check_sequences(n, sharding.num_local_sequences, rewards, advantages)
+        if ref_logits is not None and ref_logps is not None:
+            raise InputError("both ref_local_logits and ref_logps were given; pass one of them")
+        if ref_logits is not None and (ref_logits.shape != logits.shape or ref_logits.dtype != logits.dtype):
+            raise InputError(
+                f"ref_local_logits are {list(ref_logits.shape)} {ref_logits.dtype}, expected {list(logits.shape)} {logits.dtype} like "
+                "the policy's"
+            )
+        if contract.objective.beta > 0 and ref_logits is None and ref_logps is None:
+            raise InputError(
+                f"beta is {contract.objective.beta} and no reference was given; pass ref_local_logits= or ref_logps=, or beta=0"
+            )
+
+    def _announce(
+        self,
+        tp: Axis,
+        dp: Axis,
+        contract: GRPOLossContract,
+        logprob_op: VocabParallelLogprobOp,
+        given: dict[str, str],
+        error: RLEngineError | None,
+    ) -> None:
+        if tp.size == 1 and dp.size == 1:
+            return
+        shared = logprob_op.identity() | {"loss_backend": self.arithmetic.backend_id} | given
+        on_tp, on_dp = dict(shared), dict(shared)
+        if isinstance(contract, GRPOLossContract):
+            on_tp |= flatten_fields(contract.agreement_fields(MeshAxis.TP))
+            on_dp |= flatten_fields(contract.agreement_fields(None))
+        claims = [
+            Claim(axis=axis, fingerprint=json.dumps(facts), facts=facts)
+            for axis, facts in ((tp, on_tp), (dp, on_dp))
+        ]
+        preflight_mesh(claims, error=error)
+
+    def _provenance(
+        self, contract: GRPOLossContract, op: VocabParallelLogprobOp, tp: Axis, dp: Axis, active: Tensor
+    ) -> LossProvenance:
+        identity = op.identity()
+        exact = self.arithmetic.numerics_id == identity["numerics_id"]
+        return LossProvenance(
+            loss_backend=self.arithmetic.backend_id,
+            logprob_backend=identity["backend_id"],
+            numerics_id=self.arithmetic.numerics_id if exact else identity["numerics_id"],
+            tp_world_size=tp.size,
+            dp_world_size=dp.size,
+            contract=contract,
+            active_mask=active,
+        )
+
+
+def flatten_fields(fields: dict[str, object], prefix: str = "") -> dict[str, str]:
+    """Nested JSON fields as dotted names, so that a disagreement names `objective.beta` and not all of `objective`."""
+    flat: dict[str, str] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= flatten_fields(value, f"{prefix}{name}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
+def check_tokens(n: int, device: torch.device, **tensors: Tensor | None) -> None:
+    """Hold per-token fp32 tensors against the number of tokens.
+
+    Raises:
+        InputError: wrong shape, dtype or device.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is {type(tensor).__name__}, expected a torch tensor")
+        if tensor.shape != (n,):
+            raise InputError(f"{name} must be [{n}], one per token, got {list(tensor.shape)}")
+        if tensor.dtype is not torch.float32:
+            raise InputError(f"{name} is {tensor.dtype}, expected torch.float32; use .float()")
+        if tensor.device != device:
+            raise InputError(f"{name} is on {tensor.device}, the rest on {device}; move it there")
+
+
+def check_sequences(n: int, num_local: int, rewards: Tensor | None, advantages: Tensor | None) -> None:
+    """Exactly one of rewards [S_local] and advantages ([S_local] or [N]).
+
+    Raises:
+        InputError: none, both, or a wrong shape or dtype.
+    """
+    if (rewards is None) == (advantages is None):
+        got = "neither" if rewards is None else "both"
+        raise InputError(f"{got} of rewards and advantages given; pass exactly one of them")
+    name, values = ("rewards", rewards) if rewards is not None else ("advantages", advantages)
+    if not isinstance(values, Tensor):
+        raise InputError(f"{name} is {type(values).__name__}, expected a torch tensor")
+    shapes = [(num_local,)] if rewards is not None else [(num_local,), (n,)]
+    if tuple(values.shape) not in shapes:
+        expected = " or ".join(f"[{s[0]}]" for s in shapes)
+        raise InputError(f"{name} must be {expected} (one per local sequence), got {list(values.shape)}")
+    if values.is_complex() or values.dtype is torch.bool:
+        raise InputError(f"{name} is {values.dtype}, expected a real number per sequence; use .float()")
+
+
+def split_advantages(
+    rewards: Tensor | None, advantages: Tensor | None, num_local: int
+) -> tuple[Tensor, Tensor | None]:
+    """(per-sequence values [S_local] fp32, per-token advantages [N] fp32 or None); zeros stand in for what is not given."""
+    values = rewards if rewards is not None else advantages
+    assert values is not None
+    values = values.detach().float()
+    if rewards is None and values.shape != (num_local,):
+        return torch.zeros(num_local, device=values.device), values
+    return values, None
+
+
+def load_exact() -> DistributedGRPOLossOp:
+    """The loss on exact sums."""
+    return DistributedGRPOLossOp(ExactArithmetic())
