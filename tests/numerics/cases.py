@@ -273,7 +273,7 @@ def random_batch(dtype: str, num_rows: int, num_cols: int, seed: int = 0) -> tup
         elif kind == 4:
             x[i] = x[i] * 0.01 - 50
         elif kind == 5:
-            x[i, ::2] = FINFO_MIN[dtype]
+            x[i, 1::2] = FINFO_MIN[dtype]
         elif kind == 6:
             x[i] = np.linspace(-80, 80, num_cols)[:: 1 if i % 16 < 8 else -1]
         elif kind == 7:
