@@ -1,7 +1,8 @@
 """The front door: three calls that build their contracts themselves.
 
-`selected_logprobs` for log-probs, `grpo_loss` for the whole loss from logits, `policy_loss` for those who hold log-probs
-already. Logits and targets are aligned: row t of the logits predicts target t (`next_token_targets` does the shift).
+`selected_logprobs` for log-probs, `grpo_loss` for the whole loss from logits, `policy_loss` for those who
+hold log-probs already. Logits and targets are aligned: row t of the logits predicts target t
+(`next_token_targets` does the shift).
 
 Shapes: B sequences of this rank, T token slots, V_local columns of this rank's vocabulary shard, N = B·T.
 """
@@ -13,7 +14,7 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -50,13 +51,14 @@ from rl_engine.mesh import Axis, Claim, gather_json, guard, preflight_mesh
 __all__ = ["grpo_loss", "next_token_targets", "policy_loss", "selected_logprobs"]
 
 _NO_GROUPS = AdvantageSpec(normalizer=AdvantageNormalizer.MEAN_ONLY)
-"""Stands in the contract where advantages come ready-made: it allows every group size, and nothing reads it."""
+"""Stands in the contract where advantages come ready-made: allows every group size, and nothing reads it."""
 
 
 def next_token_targets(input_ids: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Targets and mask for `logits[:, :-1]` of a causal model.
 
-    Equals `(input_ids[:, 1:], completion_mask[:, 1:].bool())`: the mask follows the predicted token, not the token that is read.
+    Equals `(input_ids[:, 1:], completion_mask[:, 1:].bool())`: the mask follows the predicted token, not
+    the token that is read.
 
     Args:
         input_ids: [B, T] int64 prompt and completion.
@@ -95,8 +97,9 @@ def selected_logprobs(
 ) -> Any:
     """Log-probabilities of the chosen tokens, the same bits for every sharding of the vocabulary.
 
-    Equals `torch.log_softmax(logits / temperature, -1).gather(-1, targets)`, with 0 where inactive, without the [N, V] copies.
-    Collectives over `tp_group`: a preflight under `validate`, one packed all-gather; none in backward.
+    Equals `torch.log_softmax(logits / temperature, -1).gather(-1, targets)`, with 0 where inactive, without
+    the [N, V] copies. Collectives over `tp_group`: a preflight under `validate`, one packed all-gather; none
+    in backward.
 
     Args:
         logits: [B, T, V_local] or [N, V_local] bf16, fp16 or fp32; never modified.
@@ -105,7 +108,8 @@ def selected_logprobs(
         temperature: In [0.01, 100].
         ignore_index: Tokens with this target are inactive too.
         vocab_size: Real columns over all ranks; what lies behind is padding. None: all.
-        tp_group: Ranks that split the vocabulary into equal shards; use the op with a contract for unequal ones.
+        tp_group: Ranks that split the vocabulary into equal shards; use the op with a contract for unequal
+            ones.
         with_entropy: Also return the entropy of each row in nats.
         validate: Check agreement between ranks and values.
 
@@ -177,7 +181,8 @@ def grpo_loss(
         old_logps: like `targets`, fp32 log-probs at sampling.
         rewards: [B] one per sequence of this rank; groups are then needed.
         mask: like `targets`, 0/1, the active tokens.
-        group_ids: [B] the prompt of each sequence: integers or strings, in any order; equal ids on other ranks are the same group.
+        group_ids: [B] the prompt of each sequence: integers or strings, in any order; equal ids on other
+            ranks are the same group.
         group_boundaries: Instead: offsets of groups of consecutive sequences over all ranks, (0, …, total).
         advantages: [B] or like `targets`, instead of rewards.
         ref_logits: like `logits`; needed for β > 0 unless `ref_logps` is given.
@@ -200,7 +205,8 @@ def grpo_loss(
     Example:
         >>> logits = torch.zeros(2, 3, 8, requires_grad=True)
         >>> ids, old = torch.ones(2, 3, dtype=torch.long), torch.full((2, 3), -2.0794415)
-        >>> result = grpo_loss(logits, ids, old, torch.tensor([1.0, 0.0]), mask=torch.ones(2, 3), group_ids=[7, 7])
+        >>> rewards, mask = torch.tensor([1.0, 0.0]), torch.ones(2, 3)
+        >>> result = grpo_loss(logits, ids, old, rewards, mask=mask, group_ids=[7, 7])
         >>> result.loss.backward()
         >>> result.advantages.tolist()
         [1.0, -1.0]
@@ -210,12 +216,11 @@ def grpo_loss(
     told: dict[str, object] = {}
     flat = ids = active = torch.empty(0)
     flat_advantages: Tensor | None = None
-    batch: int | None = 0
+    batch = 0
     try:
-        flat, ids, batch = _flatten(logits, targets)
+        flat, ids, rows = _flatten(logits, targets)
         per_sequence = rewards if rewards is not None else advantages
-        if batch is None:
-            batch = _sequences_of(ids, per_sequence)
+        batch = _sequences_of(ids, per_sequence) if rows is None else rows
         if (rewards is None) and (group_ids is not None or group_boundaries is not None):
             raise InputError(
                 "groups were given without rewards; pass rewards=, or drop the groups next to advantages="
@@ -315,7 +320,7 @@ def policy_loss(
     dp_group: ProcessGroup | None = None,
     validate: bool = True,
 ) -> GRPOLossResult:
-    """The loss from log-probs you already hold; differentiable in `logps`, the gradient is that of the global loss.
+    """The loss from log-probs you already hold; differentiable in `logps`, with the global loss's gradient.
 
     Collectives over `dp_group`: one gather of sizes and settings, two all-reduces of int64.
 
@@ -427,13 +432,14 @@ def _check_told_alike(told: list[Any], dp: Axis) -> None:
         if len(set(values)) > 1:
             other = next(i for i, v in enumerate(values) if v != values[0])
             raise AgreementError(
-                f"ranks of the dp axis disagree on {name}: {dp.describe_rank(0)} has {values[0]}, {dp.describe_rank(other)} has "
+                f"ranks of the dp axis disagree on {name}: {dp.describe_rank(0)} has {values[0]}, "
+                f"{dp.describe_rank(other)} has "
                 f"{values[other]}; every rank must pass the same settings"
             )
 
 
 def _fail_together(error: RLEngineError, *axes: Axis, validate: bool) -> NoReturn:
-    """Raise `error`, after telling the other ranks of the mesh: in the preflight that they are at, or by the alarm."""
+    """Raise `error` after telling the other ranks, in the preflight that they are at or by the alarm."""
     if validate:
         preflight_mesh([Claim(axis=axis, fingerprint="failed", facts={}) for axis in axes], error=error)
         raise error
@@ -445,11 +451,13 @@ def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int | Non
     """([N, V_local], [N], B or None for logits without a batch dim)."""
     if not isinstance(logits, Tensor) or not isinstance(targets, Tensor):
         raise InputError(
-            f"logits and targets must be torch tensors, got {type(logits).__name__} and {type(targets).__name__}"
+            f"logits and targets must be torch tensors, got {type(logits).__name__} and "
+            f"{type(targets).__name__}"
         )
     if logits.dim() not in (2, 3) or targets.shape != logits.shape[:-1]:
         raise InputError(
-            f"logits must be [B, T, V] or [N, V] with targets of the same leading shape, got {list(logits.shape)} and "
+            f"logits must be [B, T, V] or [N, V] with targets of the same leading shape, got "
+            f"{list(logits.shape)} and "
             f"{list(targets.shape)}; next_token_targets shifts ids and mask to match logits[:, :-1]"
         )
     batch = logits.shape[0] if logits.dim() == 3 else None
@@ -466,7 +474,8 @@ def _sequences_of(ids: Tensor, per_sequence: Tensor | None) -> int:
     ):
         got = "nothing" if per_sequence is None else list(per_sequence.shape)
         raise InputError(
-            f"flat logits of {len(ids)} rows need one reward or advantage per sequence, a number that divides the rows; got "
+            f"flat logits of {len(ids)} rows need one reward or advantage per sequence, a number that "
+            f"divides the rows; got "
             f"{got}; pass [B, T, V] logits, or [B] rewards"
         )
     return len(per_sequence)
@@ -503,7 +512,7 @@ def _flat_advantages(advantages: Tensor | None, like: Tensor, batch: int) -> Any
 def _group_names(group_ids: Tensor | Sequence[int | str] | None, batch: int) -> list[int | str] | None:
     if group_ids is None:
         return None
-    names: list[Any] = group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids)
+    names = cast("list[int | str]", group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids))
     if len(names) != batch or not all(isinstance(name, (int, str)) for name in names):
         raise InputError(
             f"group_ids must be {batch} integers or strings, one per local sequence, got {names[:8]!r}…"
@@ -517,7 +526,8 @@ def _advantages_by_name(rewards: list[float], names: list[int | str], objective:
     if not bool(values.isfinite().all()):
         i = int((~values.isfinite()).nonzero()[0, 0])
         raise InputError(
-            f"reward of sequence {i} is {rewards[i]}, expected a finite number; look at the reward function, or drop the sequence"
+            f"reward of sequence {i} is {rewards[i]}, expected a finite number; look at the reward "
+            f"function, or drop the sequence"
         )
     members: dict[int | str, list[int]] = {}
     for index, name in enumerate(names):
@@ -525,8 +535,10 @@ def _advantages_by_name(rewards: list[float], names: list[int | str], objective:
     smallest = min(members, key=lambda name: len(members[name]))
     if len(members[smallest]) < objective.advantage.min_group_size:
         raise InputError(
-            f"group {smallest!r} has {len(members[smallest])} sequence, advantages by {objective.advantage.normalizer} need "
-            f"{objective.advantage.min_group_size}; pass AdvantageSpec(normalizer='mean_only'), or sample more completions"
+            f"group {smallest!r} has {len(members[smallest])} sequence, advantages by "
+            f"{objective.advantage.normalizer} need "
+            f"{objective.advantage.min_group_size}; pass AdvantageSpec(normalizer='mean_only'), or sample "
+            f"more completions"
         )
     order = torch.tensor([i for group in members.values() for i in group])
     sizes = [len(group) for group in members.values()]

@@ -3,8 +3,8 @@
 Steps of a call, on every rank of the TP group:
 
 1. `partial`: this shard's words, [n, K] int64; no communication.
-2. one exchange over TP: by default a packed all-gather of the words, merged locally; or an all-reduce(MAX) of the
-   reference exponents then an all-reduce(SUM) of the rest (`Transport.ALL_REDUCE_MAX_SUM`), the same bits.
+2. one exchange over TP: by default a packed all-gather of the words, merged locally; or an all-reduce(MAX)
+   of the reference exponents, then an all-reduce(SUM) of the rest (`Transport.ALL_REDUCE_MAX_SUM`).
 3. `close_rows`: logp, lse and entropy, the same numbers on every rank.
 4. backward: each rank writes the gradient of its own shard from lse2; no communication.
 
@@ -17,7 +17,7 @@ The derivative: with p_j = exp(x_j/T − lse), ∂logp/∂x_j = (δ_jt − p_j)/
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def _checksums_agree(row: Tensor, size: int) -> Tensor:
 
 
 class _ExactRows(torch.autograd.Function):
-    """[n, V_local] logits to (logp, lse, entropy, good, owned, agree); see the module header for the derivation."""
+    """[n, V_local] logits to (logp, lse, entropy, good, owned, agree); the module header derives backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Rows, tier: WordTier) -> tuple[Tensor | None, ...]:
@@ -130,7 +130,9 @@ class _ExactRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
         logits, target_local, active, owned, lse2, entropy = ctx.saved_tensors
         grad_logp, grad_lse, grad_entropy = grads[:3]
         if grad_logp is None and grad_lse is None and grad_entropy is None:
@@ -175,9 +177,8 @@ class ExactBackend:
 
     def rows(self, rows: Rows) -> ClosedCall:
         """Forward over checked rows, differentiable; one exchange over TP, none in backward."""
-        out: Any = _ExactRows.apply(rows.logits, rows, self.tier)
-        logp, lse, entropy, good, owned, agree = out
-        return ClosedCall(logp, lse, entropy, good, owned, agree)
+        function = cast(Any, _ExactRows)
+        return ClosedCall(*function.apply(rows.logits, rows, self.tier))
 
 
 def _tier(module: ModuleType) -> WordTier:

@@ -1,6 +1,8 @@
 """The tensors of a logprob call, held against its contract.
 
-Every tier shares these checks and holds none of its own. Shapes: n rows (tokens), V_local columns of this rank's shard.
+Every tier shares these checks and holds none of its own.
+
+Shapes: n rows (tokens), V_local columns of this rank's shard.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Rows:
 
     Attributes:
         logits: [n, V_local] this rank's shard, columns contiguous.
-        target_local: [n] int64, the target's column in this shard, −1 where it is not here or not in the real vocabulary.
+        target_local: [n] int64, the target's column in this shard, −1 where it is not here or not in the
+            real vocabulary.
         active: [n] bool.
         contract: what was asked.
         axis: the TP axis.
@@ -74,7 +77,8 @@ def check_inputs(
         raise InputError(f"logits and target_ids must be torch tensors, got {got}")
     if local_logits.dim() != 2:
         raise InputError(
-            f"logits must be [n, V_local], got {list(local_logits.shape)}; flatten with logits.reshape(-1, V_local), "
+            f"logits must be [n, V_local], got {list(local_logits.shape)}; flatten with logits.reshape(-1, "
+            f"V_local), "
             "or call rl_engine.selected_logprobs, which takes [B, T, V]"
         )
     n, v_local = local_logits.shape
@@ -136,7 +140,9 @@ class MaskCache:
 def active_rows(
     target_ids: Tensor, contract: LogprobContract, mask: Tensor | None, cache: MaskCache, *, validate: bool
 ) -> Tensor:
-    """[n] bool: the mask of the call, else of the contract, else every row whose target is not the ignore index.
+    """The active rows, [n] bool.
+
+    The mask of the call, else of the contract, else every row whose target is not the ignore index.
 
     Raises:
         InputError: under `validate`, where call and contract both bring a mask and the two differ.
@@ -148,7 +154,8 @@ def active_rows(
             if len(wrong):
                 i = int(wrong[0])
                 raise InputError(
-                    f"mask differs from the contract's at token {i}: {bool(mask[i])} against {bool(from_contract[i])}; "
+                    f"mask differs from the contract's at token {i}: {bool(mask[i])} against "
+                    f"{bool(from_contract[i])}; "
                     "give it in one place, or build the contract with mask=None"
                 )
         return mask

@@ -1,13 +1,13 @@
-"""The vocab-parallel selected-token logprob: the op that checks a call, hands it to a backend, and reports problems.
+"""The vocab-parallel selected-token logprob op: checks a call, hands it to a backend, reports problems.
 
 Steps of a call, on every rank of the TP group:
 
 1. local checks of shapes, dtypes and devices; a failure is kept, not raised yet.
-2. with `validate`: preflight over TP (one small all-gather): contract fingerprint, backend id, numerics id, and whether a
-   rank failed step 1. All ranks raise, or none does. The first collective of the call.
+2. with `validate`: preflight over TP (one small all-gather): contract fingerprint, backend id, numerics id,
+   and whether a rank failed step 1. All ranks raise, or none does. The first collective of the call.
 3. the backend's forward: its own collectives, one packed exchange for the exact tiers.
-4. with `validate`: one deferred read of one flag; rows that are not good, targets that nobody owns and TP siblings that hold
-   other targets or masks become errors, the same on every rank of the group.
+4. with `validate`: one deferred read of one flag; rows that are not good, targets that nobody owns and TP
+   siblings that hold other targets or masks become errors, the same on every rank of the group.
 
 With `validate=False` steps 2 and 4 are gone, and rows with a problem hold NaN.
 """
@@ -15,7 +15,7 @@ With `validate=False` steps 2 and 4 are gone, and rows with a problem hold NaN.
 from __future__ import annotations
 
 import json
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -72,27 +72,31 @@ def find_problem(
     """What a raised :func:`problem_flag` stands for, as an error that names the row. Reads from the device.
 
     Returns:
-        AgreementError where the ranks of the TP group hold other targets or masks, InputError where an active row holds a NaN,
+        AgreementError where the ranks of the TP group hold other targets or masks, InputError where an
+        active row holds a NaN,
         a +inf, nothing finite, or a target outside the real vocabulary; None where all is well.
     """
     if call.agree is not None and not bool(call.agree):
         return AgreementError(
-            "the ranks of the tp group were given different tokens, masks or per-token data for the same rows; every rank of a "
+            "the ranks of the tp group were given different tokens, masks or per-token data for the same "
+            "rows; every rank of a "
             "TP group must pass the same batch: check how the data loader shards it"
         )
-    bad = (active & ~(call.good & call.owned)).nonzero()[:, 0].tolist()
+    bad = cast("list[int]", (active & ~(call.good & call.owned)).nonzero()[:, 0].tolist())
     if not bad:
         return None
     row, real = bad[0], contract.sharding.real_vocab_size
     others = f" ({len(bad)} such rows)" if len(bad) > 1 else ""
     if not bool(call.owned[row]):
         return InputError(
-            f"row {row}{others}: target {int(target_ids[row])} lies outside the real vocabulary [0, {real}); mask the row "
+            f"row {row}{others}: target {int(target_ids[row])} lies outside the real vocabulary [0, "
+            f"{real}); mask the row "
             f"out, or give it the ignore index {contract.resolved_ignore_index} where no mask is passed"
         )
     whose = f"{name} logits" if name else "logits"
     return InputError(
-        f"row {row}{others}: the {whose} hold a NaN or +inf, nothing but −inf, or values beyond ±1.4e6·T, so that no "
+        f"row {row}{others}: the {whose} hold a NaN or +inf, nothing but −inf, or values beyond ±1.4e6·T, "
+        f"so that no "
         "log-probability exists; mask the row out, or look for the overflow in the model"
     )
 
@@ -100,8 +104,8 @@ def find_problem(
 class VocabParallelLogprobOp:
     """log softmax(logits / T)[target] over a vocabulary that is sharded across a TP group.
 
-    Equals `torch.log_softmax(full_logits[:, :real_vocab].double() / T, -1)[row, target]`, rounded once more than exactly
-    necessary (docs/numerics.md, section 9), and the same bits for every way of sharding.
+    Equals `torch.log_softmax(full_logits[:, :real_vocab].double() / T, -1)[row, target]`, rounded once more
+    than exactly necessary (docs/numerics.md, section 9), and the same bits for every way of sharding.
 
     Args:
         backend: The arithmetic; None picks one per call through the registry (policy "auto").
@@ -133,24 +137,27 @@ class VocabParallelLogprobOp:
     ) -> tuple[Tensor, ...]:
         """Selected log-probabilities and log-sum-exp of this TP group's rows.
 
-        Collectives over `tp_group`: the preflight under `validate`, then the backend's (one packed all-gather for the exact tiers).
-        None in backward.
+        Collectives over `tp_group`: the preflight under `validate`, then the backend's (one packed
+        all-gather for the exact tiers). None in backward.
 
         Args:
             local_logits: [n, V_local] bf16, fp16 or fp32, this rank's columns; never modified.
             target_ids: [n] int64 or int32, global token ids, the same on every rank of the group.
             contract: What is asked.
-            mask: [n] bool, the active rows; None takes the contract's, else all rows whose target is not the ignore index.
+            mask: [n] bool, the active rows; None takes the contract's, else all rows whose target is not
+                the ignore index.
             tp_group: The group that shards the vocabulary; None for a single shard.
             validate: Check agreement and values; False trusts the caller and never synchronises.
             num_vocab_tiles: Tile count of the tiled backend, overriding the contract's.
 
         Returns:
-            (logp, lse), or (logp, lse, entropy) where the contract asks for it: each [n] fp32, replicated over TP, differentiable.
+            (logp, lse), or (logp, lse, entropy) where the contract asks for it: each [n] fp32, replicated
+            over TP, differentiable.
             Inactive rows: logp and entropy 0, lse as computed.
 
         Raises:
-            InputError: A tensor does not fit the contract, or under `validate` holds values without a log-probability.
+            InputError: A tensor does not fit the contract, or under `validate` holds values without a
+            log-probability.
             AgreementError: Under `validate`, ranks disagree, or another rank failed.
             UnsupportedError: No backend can serve the contract.
         """

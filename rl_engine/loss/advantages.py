@@ -1,10 +1,10 @@
 """Group-relative advantages from the rewards of the whole batch, the same on every rank.
 
-The mean is an exact sum divided once; deviations are squared and added in float64 in member order, elementwise over
-groups, so that devices agree (docs/numerics.md, section 7). Equal rewards give exactly 0.
+The mean is an exact sum divided once; deviations are squared and added in float64 in member order,
+elementwise over groups, so that devices agree (docs/numerics.md, section 7). Equal rewards give exactly 0.
 
-Shao et al., "DeepSeekMath", 2024, section 4.1 (mean and std of the group); Liu et al., "Understanding R1-Zero-Like Training", 2025
-(mean only).
+Shao et al., "DeepSeekMath", 2024, section 4.1 (mean and std of the group); Liu et al., "Understanding
+R1-Zero-Like Training", 2025 (mean only).
 
 Shapes: S sequences, G groups.
 """

@@ -17,7 +17,7 @@ __all__ = ["ExactArithmetic", "LossArithmetic"]
 
 
 class LossArithmetic(Protocol):
-    """What differs between loss backends; everything around it (checks, collectives' order, errors) is shared."""
+    """What differs between loss backends; checks, errors and the order of collectives are shared."""
 
     backend_id: str
     numerics_id: str

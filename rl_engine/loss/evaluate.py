@@ -2,10 +2,12 @@
 
 Steps, on every rank, after the callers' checks and preflight:
 
-1. one all-reduce(SUM) of int64 over DP: rewards (or advantages) by bit pattern at their global place, active-token counts.
+1. one all-reduce(SUM) of int64 over DP: rewards (or advantages) by bit pattern at their global place,
+   active-token counts.
 2. advantages of every group, on every rank.
 3. token terms and their gradient weights; no communication.
-4. one all-reduce(SUM) of int64 over DP: the exact sums, with the count of ranks that found a problem in their values.
+4. one all-reduce(SUM) of int64 over DP: the exact sums, with the count of ranks that found a problem in
+   their values.
 5. with `validate`: one read. A problem anywhere becomes an error on every rank of the mesh.
 
 Shapes: N local tokens, S sequences of the whole batch, S_local of this rank.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -176,7 +179,8 @@ def report_problems(
     Args:
         evaluated: From :func:`policy_loss_from_logps`.
         gathered: The replicated values.
-        explain_local: Finds the error of this rank, if it has one; called on every rank once any has a problem.
+        explain_local: Finds the error of this rank, if it has one; called on every rank once any has a
+            problem.
         what: What the gathered values are, for the message: "reward" or "advantage".
         reduction: For `on_empty`.
         validate: Whether to look at values at all.
@@ -191,10 +195,12 @@ def report_problems(
         return
     bad_values = ~gathered.values.isfinite()
     flags = [evaluated.sums.extra[0], bad_values.sum(), evaluated.result.num_active_tokens]
-    num_problems, num_bad_values, num_active = torch.stack(flags).tolist()
+    read = cast("list[int]", torch.stack(flags).tolist())
+    num_problems, num_bad_values, num_active = read
     if must_have_tokens and num_active == 0:
         raise InputError(
-            "no token of the whole batch is active; the contract says on_empty='error': pass a mask with active tokens, or "
+            "no token of the whole batch is active; the contract says on_empty='error': pass a mask with "
+            "active tokens, or "
             "on_empty='zero' for a loss of 0"
         )
     if not validate:
@@ -202,7 +208,8 @@ def report_problems(
     if num_bad_values:  # replicated: every rank raises the same
         i = int(bad_values.nonzero()[0, 0])
         raise InputError(
-            f"{what} of sequence {i} is {float(gathered.values[i])}, expected a finite number; look at the reward function, "
+            f"{what} of sequence {i} is {float(gathered.values[i])}, expected a finite number; look at the "
+            f"reward function, "
             "or drop the sequence from the batch"
         )
     if num_problems:
@@ -226,11 +233,12 @@ def explain_values(
     for name, values in named:
         if values is None:
             continue
-        bad = (batch.active & ~values.isfinite()).nonzero()[:, 0].tolist()
+        bad = cast("list[int]", (batch.active & ~values.isfinite()).nonzero()[:, 0].tolist())
         if bad:
             i = bad[0]
             return InputError(
-                f"{name} of token {i} (sequence {int(batch.sequence[i])}) is {float(values[i])} where the mask is active, expected "
+                f"{name} of token {i} (sequence {int(batch.sequence[i])}) is {float(values[i])} where the "
+                f"mask is active, expected "
                 f"a finite number ({len(bad)} such tokens); mask the token out, or repair {name}"
             )
     return None

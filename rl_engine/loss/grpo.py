@@ -3,17 +3,19 @@
 Steps of a call, on every rank of the TP × DP mesh:
 
 1. local checks; a failure is kept, not raised yet.
-2. with `validate`: preflight over TP, then DP (contract, backends, numerics, failures of step 1). The first collective of
-   the call on either axis: afterwards every rank has raised, or none.
-3. all-reduce(SUM) over DP: rewards by bit pattern, active-token counts (:mod:`rl_engine.loss.evaluate`, step 1).
+2. with `validate`: preflight over TP, then DP (contract, backends, numerics, failures of step 1). The first
+   collective of the call on either axis: afterwards every rank has raised, or none.
+3. all-reduce(SUM) over DP: rewards by bit pattern, active-token counts (:mod:`rl_engine.loss.evaluate`,
+   step 1).
 4. logprobs of the policy, then of the reference without gradient: one packed exchange over TP each.
 5. advantages, token terms, and all-reduce(SUM) over DP of the exact sums.
 6. with `validate`: one read; a problem anywhere raises on every rank.
 
-Backward: elementwise on each rank's own logits, no collective. A rank's logits receive the gradient of the *global* loss;
-a trainer that averages gradients over DP says so by `data_parallel_reduction="mean"`.
+Backward: elementwise on each rank's own logits, no collective. A rank's logits receive the gradient of the
+*global* loss; a trainer that averages gradients over DP says so by `data_parallel_reduction="mean"`.
 
-Deliberately not done: nothing is divided before the sum is complete, no collective adds floats, no rank drops a sequence.
+Deliberately not done: nothing is divided before the sum is complete, no collective adds floats, no rank
+drops a sequence.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ __all__ = ["DistributedGRPOLossOp", "load_exact"]
 class DistributedGRPOLossOp:
     """GRPO over TP × DP: ratio, clip, KL, group advantages and global normalisation.
 
-    loss = normalise(Σ −min(r·A, clip(r)·A)) + β·normalise(Σ KL), with r = exp(logp − old) (Shao et al., "DeepSeekMath", 2024,
-    eq. 3); normalisers and asymmetric clip as in Yu et al., "DAPO", 2025, and Liu et al., "Understanding R1-Zero-Like
-    Training", 2025.
+    loss = normalise(Σ −min(r·A, clip(r)·A)) + β·normalise(Σ KL), with r = exp(logp − old) (Shao et al.,
+    "DeepSeekMath", 2024, eq. 3); normalisers and asymmetric clip as in Yu et al., "DAPO", 2025, and Liu et
+    al., "Understanding R1-Zero-Like Training", 2025.
 
     Args:
         arithmetic: The loss backend; None is the exact one.
@@ -92,8 +94,9 @@ class DistributedGRPOLossOp:
     ) -> GRPOLossResult:
         """Evaluate the loss over the whole mesh.
 
-        Collectives with `validate`: TP preflight, DP preflight, DP all-reduce, TP exchange (two with reference logits), DP
-        all-reduce. Without: the same less the preflights. On an axis of one rank: none.
+        Collectives with `validate`: TP preflight, DP preflight, DP all-reduce, TP exchange (two with
+        reference logits), DP all-reduce. Without: the same less the preflights. On an axis of one rank:
+        none.
 
         Args:
             policy_local_logits: [N, V_local] this rank's sequences × padded length, this rank's columns.
@@ -101,7 +104,8 @@ class DistributedGRPOLossOp:
             old_logps: [N] fp32 log-probs at sampling; constants.
             rewards: [S_local] rewards of this rank's sequences, cast to fp32; constants.
             contract: What is asked.
-            mask: [N] bool active tokens; None takes the contract's, else all whose id is not the ignore index.
+            mask: [N] bool active tokens; None takes the contract's, else all whose id is not the ignore
+                index.
             ref_local_logits: [N, V_local] reference logits; needed for β > 0 unless `ref_logps` is given.
             ref_logps: [N] fp32 reference log-probs, instead of logits.
             advantages: [S_local] or [N] fp32, instead of rewards.
@@ -115,7 +119,8 @@ class DistributedGRPOLossOp:
             The result, the same on every rank.
 
         Raises:
-            InputError: A tensor does not fit the contract or, under `validate`, holds a value without meaning.
+            InputError: A tensor does not fit the contract or, under `validate`, holds a value without
+            meaning.
             AgreementError: Under `validate`, ranks disagree or another rank failed.
             UnsupportedError: No backend can serve the contract.
         """
@@ -236,7 +241,7 @@ class DistributedGRPOLossOp:
         tp: Axis,
         validate: bool,
     ) -> list[ClosedCall]:
-        """The policy's call, and the reference's where logits are given; siblings' data are compared on the way."""
+        """The policy's call, and the reference's where logits are given."""
         data = None
         if validate and tp.size > 1:
             masked = [torch.where(batch.active, v, 0.0) for v in (batch.old, ref, per_token) if v is not None]
@@ -269,7 +274,8 @@ class DistributedGRPOLossOp:
         n = logits.shape[0]
         if n != sharding.num_local_tokens:
             raise InputError(
-                f"logits have {n} rows, the contract gives DP rank {sharding.dp_rank} {sharding.num_local_sequences} sequences × "
+                f"logits have {n} rows, the contract gives DP rank {sharding.dp_rank} "
+                f"{sharding.num_local_sequences} sequences × "
                 f"{sharding.padded_seq_len} tokens = {sharding.num_local_tokens}"
             )
         if cp.size > 1:
@@ -278,7 +284,8 @@ class DistributedGRPOLossOp:
             )
         if dp.size != sharding.dp_world_size or dp.rank != sharding.dp_rank:
             raise InputError(
-                f"the contract is for DP rank {sharding.dp_rank} of {sharding.dp_world_size}, the call has rank {dp.rank} of "
+                f"the contract is for DP rank {sharding.dp_rank} of {sharding.dp_world_size}, the call has "
+                f"rank {dp.rank} of "
                 f"{dp.size}; pass dp_group=, or build the sharding from that group"
             )
         check_tokens(n, logits.device, old_logps=old_logps, ref_logps=ref_logps)
@@ -287,12 +294,14 @@ class DistributedGRPOLossOp:
             raise InputError("both ref_local_logits and ref_logps were given; pass one of them")
         if ref_logits is not None and (ref_logits.shape != logits.shape or ref_logits.dtype != logits.dtype):
             raise InputError(
-                f"ref_local_logits are {list(ref_logits.shape)} {ref_logits.dtype}, expected {list(logits.shape)} {logits.dtype} like "
+                f"ref_local_logits are {list(ref_logits.shape)} {ref_logits.dtype}, expected "
+                f"{list(logits.shape)} {logits.dtype} like "
                 "the policy's"
             )
         if contract.objective.beta > 0 and ref_logits is None and ref_logps is None:
             raise InputError(
-                f"beta is {contract.objective.beta} and no reference was given; pass ref_local_logits= or ref_logps=, or beta=0"
+                f"beta is {contract.objective.beta} and no reference was given; pass ref_local_logits= or "
+                f"ref_logps=, or beta=0"
             )
 
     def _announce(
@@ -334,7 +343,7 @@ class DistributedGRPOLossOp:
 
 
 def flatten_fields(fields: dict[str, object], prefix: str = "") -> dict[str, str]:
-    """Nested JSON fields as dotted names, so that a disagreement names `objective.beta` and not all of `objective`."""
+    """Nested JSON fields as dotted names, so that a disagreement names just `objective.beta`."""
     flat: dict[str, str] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -386,7 +395,7 @@ def check_sequences(n: int, num_local: int, rewards: Tensor | None, advantages: 
 def split_advantages(
     rewards: Tensor | None, advantages: Tensor | None, num_local: int
 ) -> tuple[Tensor, Tensor | None]:
-    """(per-sequence values [S_local] fp32, per-token advantages [N] fp32 or None); zeros stand in for what is not given."""
+    """Per-sequence values [S_local] fp32 (zeros where not given), per-token advantages [N] fp32 or None."""
     values = rewards if rewards is not None else advantages
     assert values is not None
     values = values.detach().float()

@@ -6,9 +6,9 @@ Order of operations and roundings: docs/numerics.md, section 7. With Δ = logp �
     k3 = exp(d) − 1 − d, d = ref − logp      d/dlogp = −(exp(d) − 1)
     k1 = logp − ref                          d/dlogp = 1
 
-Where the clip is inactive the two products are the same number, so the first case holds, as in autograd of `torch.min` over
-`torch.clamp` (Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; Shao et al., "DeepSeekMath", 2024, eq. 3
-and 4; k1 and k3: Schulman, "Approximating KL Divergence", 2020).
+Where the clip is inactive the two products are the same number, so the first case holds, as in autograd of
+`torch.min` over `torch.clamp` (Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7; Shao
+et al., "DeepSeekMath", 2024, eq. 3 and 4; k1 and k3: Schulman, "Approximating KL Divergence", 2020).
 
 Shapes: N tokens.
 """

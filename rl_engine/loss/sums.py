@@ -1,14 +1,15 @@
 """From token terms to the global loss: exact sums token → sequence → mesh, and the weight of every token.
 
-One all-reduce(SUM) of integers over DP, whatever the ranks own: an accumulator per sequence and quantity, with the counts
-that ride along. Sequences may be split over ranks in any way, or padded in any way, without a bit changing.
+One all-reduce(SUM) of integers over DP, whatever the ranks own: an accumulator per sequence and quantity,
+with the counts that ride along. Sequences may be split over ranks in any way, or padded in any way, without
+a bit changing.
 
 Shapes: N local tokens, S sequences of the whole batch.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -154,7 +155,9 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, None, None]:
         (coefficient,) = ctx.saved_tensors
         return torch.where(coefficient != 0, grads[0] * coefficient, 0.0), None, None
 
@@ -175,8 +178,8 @@ def attach_gradient(
         0-dim fp32.
     """
     coefficient = terms.gradient * weights[sequence]
-    out: Any = _Attach.apply(logp, loss, torch.where(terms.gradient != 0, coefficient, 0.0))
-    return out
+    function = cast(Any, _Attach)
+    return function.apply(logp, loss, torch.where(terms.gradient != 0, coefficient, 0.0))
 
 
 def fp32_bits(values: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Exact sums of fp32 values in integer limbs: any order, any split, any device, the same bits.
 
-A long accumulator in the sense of Kulisch ("Computer Arithmetic and Validity", 2008), docs/numerics.md section 6. A sum
-is a row of 14 int64: ten limbs of 32 bits, limb i of weight 2^(32·i − 149), then the counts of NaN, +inf, −inf
-and of values. Rows add as integers, so partial sums of ranks go through an ordinary integer all-reduce.
+A long accumulator in the sense of Kulisch ("Computer Arithmetic and Validity", 2008), docs/numerics.md
+section 6. A sum is a row of 14 int64: ten limbs of 32 bits, limb i of weight 2^(32·i − 149), then the counts
+of NaN, +inf, −inf and of values. Rows add as integers, so partial sums of ranks go through an ordinary
+integer all-reduce.
 
 Shapes: N values, S segments.
 """
@@ -69,7 +70,7 @@ def normalise(acc: Tensor) -> Tensor:
 
 
 def _leading_bits(acc: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sign, the 64 leading bits as two 32-bit halves, whether anything lies below them, and the exponent of the last.
+    """Sign, the 64 leading bits as two halves, whether anything lies below, and the exponent of the last.
 
     |value| = (high·2^32 + low + [sticky])·2^exponent with high ≥ 2^31, or high = low = 0 for a zero sum.
     """

@@ -41,7 +41,8 @@ MAX_EXPONENT: Final = 2**21
 SPARE_BITS: Final = 2
 """k_max ≤ e − 2: what makes every leading digit zero when e is raised."""
 CLAMP_BITS: Final = 100
-"""Logits are clamped to about 2^(e−100), where every digit is zero and the exponent arithmetic still holds."""
+"""Logits are clamped to about 2^(e−100), where every digit is zero and the exponent arithmetic still
+holds."""
 DIGIT_MAGIC: Final = (3.0, 3.0 * 2.0**-22, 3.0 * 2.0**-44)
 DIGIT_MAGIC_BITS: Final = (0x40400000, 0x35400000, 0x2A400000)
 MAX_LANE_ADDS: Final = 1023

@@ -1,13 +1,13 @@
-"""The definition compiled for the CPU with numba: one pass over the logits each way, no temporary of their size.
+"""The definition compiled for the CPU with numba.
 
-The loops work on bit patterns (bf16 as int16, fp16 as uint16, fp32 as int32), so that the maximum is an integer
-maximum (NaN cannot hide from it) and LLVM vectorises everything. Rows are shared out over torch's thread count by a
-thread pool; the compiled loops hold no lock. See docs/numerics.md sections 2 and 4; rl_engine.numerics.reference is the
-same thing to read.
+One pass over the logits each way, no temporary of their size. The loops work on bit patterns (bf16 as int16,
+fp16 as uint16, fp32 as int32), so that the maximum is an integer maximum (NaN cannot hide from it) and LLVM
+vectorises everything. Rows are shared out over torch's thread count by a thread pool; the compiled loops
+hold no lock. See docs/numerics.md sections 2 and 4; rl_engine.numerics.reference is the same thing to read.
 
 Shapes: n rows, V_local columns of this rank's shard, K = 6 or 9 partial columns.
 """
-# pyright: basic, reportMissingTypeStubs=false
+# pyright: basic, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _min_int(typingctx, a, b):
 
 
 def _half_to_float(builder: ir.IRBuilder, u: ir.Value) -> ir.Value:
-    """fp16 bits to fp32: magnitude bits moved into place and scaled by 2^112; exponent 31 fixed up by selection."""
+    """fp16 bits to fp32: magnitude bits moved into place and scaled by 2^112; exponent 31 by selection."""
     wide = builder.zext(u, _I32)
     magnitude = builder.shl(builder.and_(wide, ir.Constant(_I32, 0x7FFF)), ir.Constant(_I32, 13))
     scaled = builder.fmul(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 2.0**112))
@@ -177,7 +177,8 @@ _TINY = _f32(C.MIN_LOG2_PROB)
 _ZERO = _f32(0.0)
 _ONE = _f32(1.0)
 _BLOCK = 1008
-"""Columns between two looks at the reference exponent: ≤ 1023 so that int32 lanes hold the digits, 63 vectors of 16."""
+"""Columns between two looks at the reference exponent: ≤ 1023 so that int32 lanes hold the digits, 63
+vectors of 16."""
 
 
 # ---------------------------------------------------------------------------------------------- forward
@@ -266,7 +267,7 @@ def _key_range(row, start, stop):
 
 @njit(nogil=True, boundscheck=False, cache=True)
 def _partial_rows(bits, first, last, scale_l, real_cols, key_neginf, key_posinf, unkey, with_entropy, out):
-    """Fill out[first:last] with partials; `unkey` is a one-element array that turns a key back into a pattern."""
+    """Fill out[first:last] with partials; `unkey` is one element, by which a key becomes a pattern."""
     for i in range(first, last):
         row = bits[i]
         e = C.EMPTY_EXPONENT
@@ -507,7 +508,8 @@ def gradient(
         logits: [n, V_local] as given to :func:`partial`.
         target_local: [n] int64, −1 where another rank owns the target.
         lse2: [n] float64 from closing; NaN marks a row that is not good.
-        grad_logp: [n] fp32 coefficient a, already multiplied by 1/T and zeroed on inactive rows; None counts as 0.
+        grad_logp: [n] fp32 coefficient a, already multiplied by 1/T and zeroed on inactive rows; None
+            counts as 0.
         grad_lse: [n] fp32 coefficient b, already multiplied by 1/T; None counts as 0.
         grad_entropy: [n] fp32 coefficient h, like `grad_logp`; needs `entropy`.
         entropy: [n] fp32, the row's entropy.

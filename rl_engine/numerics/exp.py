@@ -1,9 +1,9 @@
-"""Elementwise exp, its relatives, and a fused multiply-add, in plain torch with the same bits on every device.
+"""Elementwise exp with its relatives, on an emulated fused multiply-add, the same bits on every device.
 
 The operations used are IEEE add, multiply, compare and select, and integer arithmetic on bit patterns
-(docs/numerics.md, sections 1 and 7). The fused operation is emulated: a product of two fp32 numbers is exact in
-float64, the float64 sum is rounded to odd, and rounding that to fp32 gives the once-rounded result (Boldo & Melquiond,
-"Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+(docs/numerics.md, sections 1 and 7). The fused operation is emulated: a product of two fp32 numbers is exact
+in float64, the float64 sum is rounded to odd, and rounding that to fp32 gives the once-rounded result (Boldo
+& Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def exp2_poly(r: Tensor) -> Tensor:
 
 
 def scale_by_power_of_two(p: Tensor, shift: Tensor) -> Tensor:
-    """p·2^shift for fp32 p in [1/2, 2) and int32 shift, by adding to the exponent field; wraps like int32 does."""
+    """p·2^shift for fp32 p in [1/2, 2) and int32 shift, by a wrapping add to the exponent field."""
     return (p.view(torch.int32) + (shift << 23)).view(torch.float32)
 
 

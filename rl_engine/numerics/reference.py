@@ -119,8 +119,8 @@ def gradient(
         logits: [n, V_local] as given to :func:`partial`.
         target_local: [n] int64, −1 where another rank owns the target.
         lse2: [n] float64 from closing; NaN marks a row that is not good.
-        grad_logp: [n] fp32 coefficient a, already multiplied by 1/T and zeroed on inactive rows; None counts as 0. A row
-            with a coefficient that is not finite gets NaN.
+        grad_logp: [n] fp32 coefficient a, already multiplied by 1/T and zeroed on inactive rows; None counts
+            as 0. A row with a coefficient that is not finite gets NaN.
         grad_lse: [n] fp32 coefficient b, already multiplied by 1/T; None counts as 0.
         grad_entropy: [n] fp32 coefficient h, like `grad_logp`; needs `entropy`.
         entropy: [n] fp32, the row's entropy.

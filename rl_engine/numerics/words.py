@@ -1,7 +1,8 @@
 """Partials of the exact sum of exponentials: how they merge, how a row is closed.
 
-A partial is a row of int64 (docs/numerics.md, section 2): reference exponent e, three words, flags, the bits of the target
-logit, and three entropy words where asked for. Everything here is per row, never per logit; every tier shares it.
+A partial is a row of int64 (docs/numerics.md, section 2): reference exponent e, three words, flags, the bits
+of the target logit, and three entropy words where asked for. Everything here is per row, never per logit;
+every tier shares it.
 
 Shapes: R partials of one row, n rows, K = 6 or 9 columns.
 """
