@@ -100,7 +100,7 @@ def test_special_rows_in_shards(name: str, dtype: str) -> None:
             x = cases.tensor([[*row.values, *extra]], dtype)
             size = x.shape[1]
             closed = cases.oracle_closed(cases.oracle_partials(x, [row.target], scale=scale), scale)
-            for cut in range(size + 1):
+            for cut in range(0, size + 1, 1 if name == "cpu" or size < 12 else 5):
                 got = cases.merged(impl, x, target, scale=scale, bounds=[0, cut, size])
                 cases.assert_closed_equal(words.close_rows(got, scale), closed, f"{label} cut at {cut}")
 
