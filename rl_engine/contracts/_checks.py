@@ -29,7 +29,7 @@ _SHOWN_CHARACTERS: Final = 96
 def show(value: object) -> str:
     """The value as errors print it: one line, cut short rather than pushing the rule out of sight."""
     text = str(value) if isinstance(value, StrEnum) else repr(value)
-    text = " ".join(text.split())
+    text = " ".join(line.strip() for line in text.splitlines())
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
 
 
@@ -166,7 +166,7 @@ class Rules:
     def instance(self, field: str, value: object, kind: type[T]) -> T:
         """An instance of one contract part."""
         if not isinstance(value, kind):
-            rule = f"must be a {kind.__name__}, got {type(value).__name__}"
+            rule = f"must be of type {kind.__name__}, got {type(value).__name__}"
             self.fail(field, value, rule, f"build it with {kind.__name__}(...)")
         return value
 

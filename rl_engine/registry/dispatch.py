@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar, cast
 
-from rl_engine.contracts._checks import POLICY_WORDS, Rules
+from rl_engine.contracts._checks import LOGPROB_RULES, POLICY_WORDS, Rules
 from rl_engine.contracts.logprob import LogprobBackendCapability, LogprobContract
 from rl_engine.contracts.loss import GRPOLossContract, LossBackendCapability
 from rl_engine.errors import UnsupportedError
@@ -101,6 +101,7 @@ class KernelRegistry:
     ) -> None:
         self._tables = {op: _Table() for op in OpKind}
         self._module_available = module_available
+        self._available: dict[str, bool] = {}
         if builtins:
             for capability, loader, platforms in LOGPROB_BACKENDS:
                 self.register_logprob_backend(capability.backend_id, capability, loader, platforms=platforms)
@@ -211,20 +212,29 @@ class KernelRegistry:
         op = OpKind.LOSS if isinstance(contract, GRPOLossContract) else OpKind.LOGPROB
         return self._explain(op, contract, requested_backend, device)
 
-    def backend_ids(self, op: str) -> tuple[str, ...]:
+    def backend_ids(self, op: OpKind) -> tuple[str, ...]:
         """The registered backends of an op, "logprob" or "loss", in the order of priority."""
-        return tuple(self._tables[OpKind(op)].entries)
+        return tuple(self._tables[LOGPROB_RULES.member("op", op, OpKind)].entries)
 
-    def capabilities(self, op: str, backend: str) -> dict[str, Capability | None]:
-        """What a backend of an op declares, by platform."""
-        return {
-            str(platform): entry.capability
-            for platform, entry in self._tables[OpKind(op)].entries[backend].items()
-        }
+    def capabilities(self, op: OpKind, backend: str) -> dict[str, Capability | None]:
+        """What a backend of an op declares, by platform.
+
+        Raises:
+            ContractError: No such backend is registered.
+        """
+        kind = LOGPROB_RULES.member("op", op, OpKind)
+        entries = self._tables[kind].entries
+        if backend not in entries:
+            remedy = f"pass one of {', '.join(entries)}"
+            kind.rules.fail("backend", backend, f"names no registered {kind} backend", remedy)
+        return {str(platform): entry.capability for platform, entry in entries[backend].items()}
 
     def missing_modules(self, capability: Capability) -> tuple[str, ...]:
-        """The modules that a capability requires and that are not installed here."""
-        return tuple(name for name in capability.requires if not self._module_available(name))
+        """The modules that a capability requires and that are not installed here; each is looked for once."""
+        for name in capability.requires:
+            if name not in self._available:  # looking for a module costs more than the rest of a dispatch
+                self._available[name] = self._module_available(name)
+        return tuple(name for name in capability.requires if not self._available[name])
 
     def _register(
         self,
@@ -259,13 +269,10 @@ class KernelRegistry:
     def _explain(self, op: OpKind, contract: Contract, policy: object, device: object) -> DispatchReport:
         rules, table = op.rules, self._tables[op]
         if not isinstance(contract, op.contract_type):
-            rule = f"must be a {op.contract_type.__name__}, got {type(contract).__name__}"
-            remedy = (
-                "pass contract.logprob"
-                if isinstance(contract, GRPOLossContract)
-                else f"build a {op.contract_type.__name__}"
-            )
-            rules.fail(f"get_{op}_op contract", contract, rule, remedy)
+            wanted, got = op.contract_type.__name__, type(contract).__name__
+            nested = isinstance(contract, GRPOLossContract)
+            remedy = "pass contract.logprob" if nested else f"build a {wanted}"
+            rules.fail("contract", contract, f"must be of type {wanted}, got {got}", remedy)
         requested = self._policy(op, policy)
         platform = _platform_of(rules, device)
         candidates = tuple(
