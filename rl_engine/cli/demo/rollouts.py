@@ -1,6 +1,6 @@
 """Rollouts: sampled completions with the log-probs under which they were sampled.
 
-Letters: G groups, K samples a group, B = G·K sequences, P padded prompt, C padded completion, T = P + C, V vocabulary.
+Letters: G groups, K samples a group, B = G·K sequences, P padded prompt, C padded completion, T = P + C.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -66,9 +66,9 @@ class Rollouts:
 
     def records(self) -> list[dict[str, object]]:
         """Return one record a sequence: group, prompt, completion, reward, number of tokens."""
-        bounds = self.group_boundaries.tolist()
-        lengths = self.completion_mask.sum(-1).tolist()
-        rewards = self.rewards.tolist()
+        bounds = cast("list[int]", self.group_boundaries.tolist())
+        lengths = cast("list[int]", self.completion_mask.sum(-1).tolist())
+        rewards = cast("list[float]", self.rewards.tolist())
         return [
             {
                 "group": group,
@@ -106,8 +106,8 @@ def sample_rollouts(
         seed: Seed of the sampling; the same seed and weights on the same machine give the same tokens.
 
     Returns:
-        The rollouts, groups in the order of the questions. Log-probs are log_softmax of the fp32 logits at the
-        moment of sampling.
+        The rollouts, groups in the order of the questions. Log-probs are log_softmax of the fp32 logits when
+        the token was sampled.
     """
     prompts = [policy.chat_ids(question.text) for question in questions for _ in range(samples_per_question)]
     prompt_ids, prompt_mask = _left_padded(prompts, policy.end_id)
@@ -115,7 +115,7 @@ def sample_rollouts(
     ends = tokens == policy.end_id
     mask = ends.cumsum(-1) - ends.long() == 0  # up to and with the first end
     completions = tuple(policy.text(row[keep]) for row, keep in zip(tokens, mask, strict=True))
-    ended = ends.any(-1).tolist()
+    ended = cast("list[bool]", ends.any(-1).tolist())
     rewards = [
         grade(text, questions[index // samples_per_question].answer, finished=ended[index])
         for index, text in enumerate(completions)

@@ -42,8 +42,9 @@ def grade(completion: str, answer: int, *, finished: bool) -> float:
         finished: Whether the completion ended by itself rather than at the token limit.
 
     Returns:
-        0.9 where the last number is the answer, 0.5 where the answer is only mentioned, up to 0.4 by the relative
-        distance of the last number, 0 without any number; and 0.1 more for a finished completion with a number.
+        0.9 where the last number is the answer, 0.5 where the answer is only mentioned, up to 0.4 by the
+        relative distance of the last number, 0 without any number; and 0.1 more where the completion with a
+        number is finished.
 
     Example:
         >>> grade("17 + 25 = 42.", 42, finished=True)
