@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_engine.contracts import (
@@ -22,6 +22,9 @@ from rl_engine.contracts import (
 )
 from rl_engine.errors import LogprobContractError, LossContractError
 from tests.contracts.examples import contract, logprob_capability, loss_contract
+
+# A deadline measures the machine, not the code.
+relaxed = settings(deadline=None)
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -67,6 +70,7 @@ def batches(draw: st.DrawFn, min_group: int = 1) -> LossShardingSpec:
     )
 
 
+@relaxed
 @given(shardings())
 def test_every_token_has_one_owner(spec: ShardingSpec) -> None:
     owners = [spec.owner_rank(token) for token in range(spec.real_vocab_size)]
@@ -81,6 +85,7 @@ def test_every_token_has_one_owner(spec: ShardingSpec) -> None:
     assert spec.has_empty_shards == any(rank.local_vocab_size == 0 for rank in ranks)
 
 
+@relaxed
 @given(shardings(), st.data())
 def test_any_moved_bound_is_refused(spec: ShardingSpec, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, spec.tp_world_size - 1))
@@ -92,6 +97,7 @@ def test_any_moved_bound_is_refused(spec: ShardingSpec, data: st.DataObject) -> 
         dataclasses.replace(spec, vocab_shard_bounds=bounds)
 
 
+@relaxed
 @given(
     size=st.integers(1, 3000),
     padding=st.integers(0, 64),
@@ -109,6 +115,7 @@ def test_even_shards(size: int, padding: int, world: int, step: int, data: st.Da
     assert ShardingSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
+@relaxed
 @given(size=st.integers(1, 64), tiles=st.integers(1, 64), world=st.integers(1, 5), scale=st.integers(1, 40))
 def test_aligned_shards_serve_the_tiled_merge(size: int, tiles: int, world: int, scale: int) -> None:
     capability = logprob_capability(
@@ -122,6 +129,7 @@ def test_aligned_shards_serve_the_tiled_merge(size: int, tiles: int, world: int,
     assert capability.incompatibilities(request) == ()
 
 
+@relaxed
 @given(st.lists(st.booleans(), max_size=60), st.integers(-1000, -1))
 def test_masks_survive_json(active: list[bool], ignore_index: int) -> None:
     mask = MaskSpec(len(active), active, ignore_index)
@@ -130,6 +138,7 @@ def test_masks_survive_json(active: list[bool], ignore_index: int) -> None:
     assert sum(end - start for start, end in data["active_runs"]) == mask.active_token_count == sum(active)
 
 
+@relaxed
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.data())
 def test_mask_digest_sees_every_token(active: list[bool], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(active) - 1))
@@ -139,6 +148,7 @@ def test_mask_digest_sees_every_token(active: list[bool], data: st.DataObject) -
     )
 
 
+@relaxed
 @given(batches())
 def test_every_sequence_has_one_rank_and_one_group(spec: LossShardingSpec) -> None:
     owners = [spec.owner_rank(sequence) for sequence in range(spec.num_sequences)]
@@ -150,6 +160,7 @@ def test_every_sequence_has_one_rank_and_one_group(spec: LossShardingSpec) -> No
     assert groups == sorted(groups)
 
 
+@relaxed
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 5))
 def test_even_batches(total: int, world: int, length: int) -> None:
     specs = [LossShardingSpec.even(total, rank, world, padded_seq_len=length) for rank in range(world)]
@@ -159,6 +170,7 @@ def test_even_batches(total: int, world: int, length: int) -> None:
     assert LossShardingSpec.from_dict(json.loads(json.dumps(specs[0].to_dict()))) == specs[0]
 
 
+@relaxed
 @given(batches(), st.data())
 def test_any_repeated_group_offset_is_refused(spec: LossShardingSpec, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(spec.group_boundaries) - 1))
@@ -168,6 +180,7 @@ def test_any_repeated_group_offset_is_refused(spec: LossShardingSpec, data: st.D
         dataclasses.replace(spec, group_boundaries=offsets)
 
 
+@relaxed
 @given(shardings(), batches(min_group=2), st.data())
 def test_fingerprints_over_a_whole_mesh(
     shards: ShardingSpec, batch: LossShardingSpec, data: st.DataObject
@@ -193,6 +206,7 @@ def test_fingerprints_over_a_whole_mesh(
     assert peer.cross_rank_fingerprint("dp") == base.cross_rank_fingerprint("dp")
 
 
+@relaxed
 @given(
     st.sampled_from(DeterminismScope), st.sampled_from(DeterminismScope), st.sampled_from(DeterminismScope)
 )
