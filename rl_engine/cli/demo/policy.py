@@ -11,7 +11,7 @@ import os
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def load_policy() -> Policy:
     with _offline_and_quiet():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), gguf_file=weights[0].name)
+        tokenizer = cast("Any", AutoTokenizer).from_pretrained(str(folder), gguf_file=weights[0].name)
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), gguf_file=weights[0].name, dtype=torch.float32, attn_implementation="sdpa"
         )
