@@ -28,15 +28,15 @@ from rl_engine.logprob.inputs import Rows
 from rl_engine.logprob.op import ClosedCall, VocabParallelLogprobOp
 from rl_engine.mesh import Axis, all_gather_rows, all_reduce_max, all_reduce_sum
 from rl_engine.numerics import constants as C
-from rl_engine.numerics.words import close_rows, merge, raise_exponent
+from rl_engine.numerics.words import ClosedRows, close_rows, merge, raise_exponent
 
 __all__ = ["ExactBackend", "WordTier", "load_exact_numba", "load_exact_torch"]
 
 
 class WordTier(Protocol):
-    """One implementation of docs/numerics.md sections 2, 4 and 5: see :mod:`rl_engine.numerics.reference`."""
+    """One implementation of docs/numerics.md sections 2 to 5: see :mod:`rl_engine.numerics.reference`."""
 
-    def partial(
+    def partials(
         self,
         logits: Tensor,
         target_local: Tensor,
@@ -45,7 +45,11 @@ class WordTier(Protocol):
         real_cols: int,
         with_entropy: bool = False,
     ) -> Tensor:
-        """[n, K] int64 partials of one shard."""
+        """[R, n, K] int64 partials of one shard, in R pieces of each row."""
+        ...
+
+    def close(self, partials: Tensor, scale_l: float) -> ClosedRows:
+        """Merge [R, n, K] partials and close them."""
         ...
 
     def gradient(
@@ -66,30 +70,66 @@ class WordTier(Protocol):
         ...
 
 
-def _exchange(partial: Tensor, axis: Axis, transport: Transport) -> Tensor:
-    """Merge the partials of all ranks of the axis: [n, K] int64, the same on every rank."""
+class TorchWords:
+    """A tier whose partials are one piece, merged and closed in torch.
+
+    Args:
+        module: with `partial` and `gradient`, as in :mod:`rl_engine.numerics.reference`.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self._partial: Any = module.partial
+        self.gradient: Any = module.gradient
+
+    def partials(
+        self,
+        logits: Tensor,
+        target_local: Tensor,
+        *,
+        scale_l: float,
+        real_cols: int,
+        with_entropy: bool = False,
+    ) -> Tensor:
+        """[1, n, K] int64."""
+        partial: Tensor = self._partial(
+            logits, target_local, scale_l=scale_l, real_cols=real_cols, with_entropy=with_entropy
+        )
+        return partial[None]
+
+    def close(self, partials: Tensor, scale_l: float) -> ClosedRows:
+        """Merge and close."""
+        return close_rows(_one(partials), scale_l)
+
+
+def _one(partials: Tensor) -> Tensor:
+    """[R, n, K] to the merged [n, K]."""
+    return partials[0] if len(partials) == 1 else merge(partials)
+
+
+def _exchange(partials: Tensor, axis: Axis, transport: Transport) -> Tensor:
+    """The pieces of all ranks of the axis, [R', n, K], or one merged piece: the same on every rank."""
     if axis.size == 1:
-        return partial
+        return partials
+    partial = _one(partials)
     if transport is Transport.PACKED_ALL_GATHER:
-        return merge(all_gather_rows(axis, partial))
+        return all_gather_rows(axis, partial)
     exponent = all_reduce_max(axis, partial[:, C.COL_EXPONENT].contiguous())
     raised = raise_exponent(partial, exponent)
     raised[:, C.COL_EXPONENT] = 0
     total = all_reduce_sum(axis, raised)
     total[:, C.COL_EXPONENT] = exponent
-    return total
+    return total[None]
 
 
-def _append_checksum(partial: Tensor, checksum: Tensor) -> Tensor:
-    """One more row that merges to the sums and sums of squares of the ranks' checksums."""
-    row = torch.zeros(1, partial.shape[1], dtype=torch.int64, device=partial.device)
+def _append_checksum(partials: Tensor, checksum: Tensor) -> Tensor:
+    """One more row that adds up to the sums and sums of squares of the ranks' checksums."""
+    row = torch.zeros(len(partials), 1, partials.shape[2], dtype=torch.int64, device=partials.device)
     small = (
         checksum & 0x3FFFFFFF
     )  # 30 bits: their squares add up within int64 over 8 ranks, and wrap alike beyond
-    row[0, C.COL_WORD : C.COL_WORD + 2] = small
-    row[0, C.COL_WORD + 2] = small[0] * small[0]
-    row[0, C.COL_FLAGS] = small[1] * small[1]
-    return torch.cat([partial, row])
+    row[0, 0, C.COL_WORD : C.COL_WORD + 2] = small
+    row[0, 0, C.COL_WORD + 2 : C.COL_WORD + 4] = small * small
+    return torch.cat([partials, row], 1)
 
 
 def _checksums_agree(row: Tensor, size: int) -> Tensor:
@@ -104,7 +144,7 @@ class _ExactRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Rows, tier: WordTier) -> tuple[Tensor | None, ...]:
         with_entropy = rows.contract.output.entropy
-        partial = tier.partial(
+        partials = tier.partials(
             logits,
             rows.target_local,
             scale_l=rows.scale_l,
@@ -113,12 +153,12 @@ class _ExactRows(torch.autograd.Function):
         )
         agree = None
         if rows.checksum is not None:
-            partial = _append_checksum(partial, rows.checksum)
-        merged = _exchange(partial, rows.axis, rows.contract.reduction.transport)
+            partials = _append_checksum(partials, rows.checksum)
+        pieces = _exchange(partials, rows.axis, rows.contract.reduction.transport)
         if rows.checksum is not None:
-            agree = _checksums_agree(merged[-1], rows.axis.size)
-            merged = merged[:-1]
-        closed = close_rows(merged, rows.scale_l)
+            agree = _checksums_agree(pieces[:, -1].sum(0), rows.axis.size)
+            pieces = pieces[:, :-1]
+        closed = tier.close(pieces, rows.scale_l)
         logp = torch.where(rows.active, closed.logp, 0.0)
         entropy = None if closed.entropy is None else torch.where(rows.active, closed.entropy, 0.0)
 
@@ -181,20 +221,22 @@ class ExactBackend:
         return ClosedCall(*function.apply(rows.logits, rows, self.tier))
 
 
-def _tier(module: ModuleType) -> WordTier:
-    tier: Any = module
-    return tier
-
-
 def load_exact_torch() -> VocabParallelLogprobOp:
     """The readable tier in plain torch, on any device."""
     from rl_engine.numerics import reference
 
-    return VocabParallelLogprobOp(ExactBackend("exact_torch", _tier(reference)))
+    return VocabParallelLogprobOp(ExactBackend("exact_torch", TorchWords(reference)))
 
 
 def load_exact_numba() -> VocabParallelLogprobOp:
     """The compiled tier for CPUs."""
     from rl_engine.numerics import cpu
 
-    return VocabParallelLogprobOp(ExactBackend("exact_numba", _tier(cpu)))
+    return VocabParallelLogprobOp(ExactBackend("exact_numba", TorchWords(cpu)))
+
+
+def load_exact_triton() -> VocabParallelLogprobOp:
+    """The Triton tier for CUDA devices."""
+    from rl_engine.numerics import gpu
+
+    return VocabParallelLogprobOp(ExactBackend("exact_triton", cast(Any, gpu)))
