@@ -62,3 +62,42 @@ def gradient(
             value -= h * w * (math.log(w) + ent)
         out.append(value / temperature)
     return out
+
+
+def grpo(
+    logp: list[list[float]],
+    old: list[list[float]],
+    advantage: list[float],
+    mask: list[list[bool]],
+    *,
+    ref: list[list[float]] | None = None,
+    beta: float = 0.0,
+    normalizer: str = "global_active_tokens",
+    constant: float | None = None,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+) -> tuple[float, list[list[float]]]:
+    """The loss of [S][T] log-probs with k3, and its gradient, by the textbook in float64."""
+    count = [sum(row) for row in mask]
+    sequences = len(mask) if normalizer == "per_sequence_then_mean_all" else sum(c > 0 for c in count)
+    terms: list[float] = []
+    grad: list[list[float]] = []
+    for s, row in enumerate(mask):
+        divisor = {"global_active_tokens": sum(count), "fixed_constant": constant}.get(normalizer)
+        weight = 1.0 / (count[s] * sequences if divisor is None else divisor) if count[s] else 0.0
+        grad.append([])
+        for t, active in enumerate(row):
+            if not active:
+                grad[s].append(0.0)
+                continue
+            ratio = math.exp(logp[s][t] - old[s][t])
+            plain = ratio * advantage[s]
+            clipped = min(max(ratio, 1.0 - eps_low), 1.0 + eps_high) * advantage[s]
+            value, slope = -min(plain, clipped), -plain if plain <= clipped else 0.0
+            if ref is not None and beta != 0.0:
+                d = ref[s][t] - logp[s][t]
+                value += beta * (math.expm1(d) - d)
+                slope -= beta * math.expm1(d)
+            terms.append(value * weight)
+            grad[s].append(slope * weight)
+    return math.fsum(terms), grad

@@ -82,7 +82,7 @@ def grpo(
                 logp[s][t], old[s][t], advantage[s], eps_low=eps_low, eps_high=eps_high, guard=guard
             )
             values[s].append(term.value)
-            guarded += term.guarded
+            met = term.guarded
             if normalizer == "global_active_tokens":
                 w = dp_mean / total
             elif normalizer == "fixed_constant":
@@ -99,10 +99,11 @@ def grpo(
                     else elementwise.kl_k3(*pair, guard)
                 )
                 kls[s].append(kl.value)
-                guarded += kl.guarded
+                met = met or kl.guarded
                 if beta != 0.0:
                     part = add32(part, mul32(fl32(beta), kl.derivative))
-            grad[s].append(mul32(part, fl32(w)))
+            guarded += met
+            grad[s].append(mul32(part, fl32(w)) + 0.0)  # a gradient of zero is +0
 
     def reduce(per_token: list[list[float]]) -> float:
         if normalizer in ("per_sequence_then_mean", "per_sequence_then_mean_all"):
