@@ -1,9 +1,13 @@
-"""Requests to vary in tests."""
+"""Requests, capabilities and registries to vary in tests."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rl_engine.contracts import (
     GRPOLossContract,
@@ -13,6 +17,7 @@ from rl_engine.contracts import (
     LossShardingSpec,
     ShardingSpec,
 )
+from rl_engine.registry import KernelRegistry
 
 SHARDS = ShardingSpec.even(6, 0, 2, padded_vocab_size=8)
 
@@ -107,3 +112,32 @@ class MeshAxisLike:
 
     rank: int
     size: int
+
+
+class Loader:
+    """Counts its calls and returns an op of its own."""
+
+    def __init__(self, name: str = "op") -> None:
+        self.calls, self.op = 0, SimpleNamespace(name=name)
+
+    def __call__(self) -> object:
+        self.calls += 1
+        return self.op
+
+
+def forbidden() -> object:
+    pytest.fail("a backend was loaded")
+
+
+def registry(
+    *backends: tuple[str, dict[str, Any]], loader: Callable[[], object] = forbidden
+) -> KernelRegistry:
+    """A registry of logprob backends that differ from one that can do everything."""
+    result = KernelRegistry(builtins=False)
+    for backend_id, changes in backends:
+        result.register_logprob_backend(backend_id, logprob_capability(backend_id, **changes), loader)
+    return result
+
+
+FAST = ("fast", {"implementation_kind": "production"})
+PLAIN = ("plain", {})
