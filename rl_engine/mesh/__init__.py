@@ -1,6 +1,7 @@
 """The mesh room, the only one that talks to torch.distributed: axes, preflight, exchanges, real ranks."""
 
 from rl_engine.mesh.axis import Axis as Axis
+from rl_engine.mesh.axis import GroupLike as GroupLike
 from rl_engine.mesh.exchange import all_gather_rows as all_gather_rows
 from rl_engine.mesh.exchange import all_reduce_float as all_reduce_float
 from rl_engine.mesh.exchange import all_reduce_max as all_reduce_max
@@ -16,6 +17,7 @@ from rl_engine.mesh.transport import count_collectives as count_collectives
 __all__ = [
     "Axis",
     "Claim",
+    "GroupLike",
     "LostRankError",
     "all_gather_rows",
     "all_reduce_float",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_engine.errors import InputError
 
-__all__ = ["Axis"]
+__all__ = ["Axis", "GroupLike"]
+
+# What callers hand over. The int is what torch.distributed gives to processes that a group leaves out.
+GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Axis:
         return cls(name=name, group=None, rank=0, size=1, ranks=(_own_global_rank(),))
 
     @classmethod
-    def from_group(cls, name: str, group: dist.ProcessGroup | DeviceMesh | None) -> Axis:
+    def from_group(cls, name: str, group: GroupLike) -> Axis:
         """The axis over a process group, or over a one-dimensional DeviceMesh.
 
         None means an axis of one process, also where torch.distributed is initialised: a group is never
@@ -63,10 +66,9 @@ class Axis:
                     f'expected one dim: hand over mesh["{name}"]'
                 )
             group = group.get_group()
-        member = cast(object, group)  # new_group gives a placeholder to those it leaves out
-        if not isinstance(member, dist.ProcessGroup):
+        if not isinstance(group, dist.ProcessGroup):
             raise InputError(
-                f"{name}_group is {member!r}, expected a ProcessGroup that this process belongs to, "
+                f"{name}_group is {group!r}, expected a ProcessGroup that this process belongs to, "
                 f"a DeviceMesh of one dim, or None; new_group gives a placeholder to those it leaves out"
             )
         try:
