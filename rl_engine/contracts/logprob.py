@@ -227,8 +227,8 @@ class LogprobContract:
         tokens and the mask. The ignore index, the temperature and the bounds of all shards are in.
 
         Args:
-            axis: Where given, all that must agree along that one axis: the other coordinates of the mesh too,
-                and along `tp`, whose ranks hold the same tokens, their number and the mask.
+            axis: `tp` for ranks that hold the same tokens: cp_rank, the number of tokens and the mask must
+                agree too. `dp`, `cp` and None are the same: what must agree over the whole mesh.
 
         Returns:
             64 hexadecimal digits.
@@ -240,9 +240,9 @@ class LogprobContract:
         name = "LogprobContract.cross_rank_fingerprint axis"
         along = None if axis is None else LOGPROB_RULES.member(name, axis, MeshAxis)
         sharding = self.sharding.to_dict()
-        for coordinate in (MeshAxis.TP, MeshAxis.CP):
-            if along in (None, coordinate):
-                del sharding[f"{coordinate}_rank"]
+        del sharding["tp_rank"]
+        if along is not MeshAxis.TP:
+            del sharding["cp_rank"]
         fields: dict[str, Any] = {
             "contract": "logprob",
             "role": str(self.role),

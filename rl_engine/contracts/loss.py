@@ -175,10 +175,10 @@ class GRPOLossContract:
         """SHA-256 of all that must agree between ranks before the first collective.
 
         Args:
-            axis: `tp` for ranks that hold the same tokens and other columns: everything but tp_rank. `dp`
-                (and `cp`) for ranks that hold other tokens: everything but dp_rank (cp_rank), the padded
-                length, the number of tokens and the mask. None for what must agree over the whole mesh: no
-                rank at all.
+            axis: `tp` for ranks that hold the same tokens and other columns: everything but tp_rank. `dp`,
+                `cp` and None are the same: what must agree over the whole mesh, so no rank at all, and
+                neither the padded length nor the number of tokens nor the mask. It does not depend on
+                tp_rank, so that TP siblings make the same claim to their DP peers.
 
         Returns:
             64 hexadecimal digits.
@@ -190,11 +190,9 @@ class GRPOLossContract:
         name = "GRPOLossContract.cross_rank_fingerprint axis"
         along = None if axis is None else LOSS_RULES.member(name, axis, MeshAxis)
         sharding = self.sharding.to_dict()
-        for coordinate in (MeshAxis.DP, MeshAxis.CP):
-            if along in (None, coordinate):
-                del sharding[f"{coordinate}_rank"]
         if along is not MeshAxis.TP:
-            del sharding["padded_seq_len"]
+            for local in ("dp_rank", "cp_rank", "padded_seq_len"):
+                del sharding[local]
         return {
             "contract": "grpo_loss",
             "logprob": self.logprob.agreement_fields(along),

@@ -281,12 +281,16 @@ def test_fingerprint_along_tp_covers_the_tokens() -> None:
     for mask in (MaskSpec(4, [True] * 4), MaskSpec(2, [True, False])):
         other = dataclasses.replace(sibling, mask=mask)
         assert other.cross_rank_fingerprint("tp") != BASE.cross_rank_fingerprint("tp")
-    # the other coordinates of the mesh are shared along tp, and tp_rank along dp
     cp = dataclasses.replace(BASE, sharding=shards(cp_world_size=2))
     cp_peer = dataclasses.replace(BASE, sharding=shards(cp_world_size=2, cp_rank=1))
     assert cp.cross_rank_fingerprint("tp") != cp_peer.cross_rank_fingerprint("tp")
     assert cp.cross_rank_fingerprint("cp") == cp_peer.cross_rank_fingerprint("cp")
-    assert sibling.cross_rank_fingerprint("dp") != BASE.cross_rank_fingerprint("dp")
+
+
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_fingerprint_along_other_axes_is_that_of_the_mesh(axis: Any) -> None:
+    sibling = dataclasses.replace(BASE, sharding=shards(tp_rank=1))
+    assert sibling.cross_rank_fingerprint(axis) == BASE.cross_rank_fingerprint()
 
 
 def test_agreement_fields_show_the_difference() -> None:
