@@ -253,6 +253,10 @@ class ShardingSpec:
 def _rank_and_size(name: str, axis: object) -> tuple[int, int]:
     if axis is None:
         return 0, 1
+    dimensions = getattr(axis, "ndim", 1)
+    if dimensions != 1:
+        rule = f"must be one axis, got {dimensions} dimensions"
+        LOGPROB_RULES.fail(f"ShardingSpec.from_mesh {name}", axis, rule, "pass one of them, e.g. mesh['tp']")
     # A DeviceMesh answers `get_local_rank()`; process groups have methods, this package's axes attributes.
     rank = getattr(axis, "get_local_rank", getattr(axis, "rank", None))
     size = getattr(axis, "size", None)

@@ -170,6 +170,11 @@ RULES: list[Rule] = [
         "ShardingSpec.from_mesh tp = 'tp': must have a rank and a size; pass a process group",
     ),
     (
+        "mesh of two axes",
+        lambda: ShardingSpec.from_mesh(np.ones((2, 2)), 8),
+        "must be one axis, got 2 dimensions; pass one of them, e.g. mesh['tp']",
+    ),
+    (
         "mesh outsider",
         lambda: ShardingSpec.from_mesh(Group(-1, 2), 8),
         "ShardingSpec.from_mesh tp.rank = -1: must be an integer >= 0; pass a group that this process",
