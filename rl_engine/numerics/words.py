@@ -22,6 +22,7 @@ __all__ = [
     "close_rows",
     "empty_partial",
     "inverse_temperature",
+    "log2_series",
     "merge",
     "raise_exponent",
     "temperature_scale",
@@ -124,7 +125,7 @@ def _words_to_float(words: Tensor) -> Tensor:
     return (w0 * 2.0**C.WORD_BITS + w1) + w2 * 2.0**-C.WORD_BITS
 
 
-def _log2(s: Tensor) -> tuple[Tensor, Tensor]:
+def log2_series(s: Tensor) -> tuple[Tensor, Tensor]:
     """log2 of positive float64 as (integer part j, log2 of a mantissa in [√½, √2]); section 3 step 3."""
     bits = s.view(torch.int64)
     j = ((bits >> 52) - 1023).double()
@@ -155,7 +156,7 @@ def close_rows(partial: Tensor, scale_l: float) -> ClosedRows:
     good = ((flags & (C.FLAG_OWNED - 1)) == 0) & (e.abs() <= C.MAX_EXPONENT)
     owned = (flags // C.FLAG_OWNED) == 1
     total = _words_to_float(partial[:, C.COL_WORD : C.COL_WORD + C.NUM_WORDS])
-    j, log2m = _log2(torch.where(good, total, 1.0))
+    j, log2m = log2_series(torch.where(good, total, 1.0))
     lse2 = (e.double() + j - 44.0) + log2m
     lse2 = torch.where(good, lse2, torch.nan)
     lse = (lse2 * C.LN2_64).float()
