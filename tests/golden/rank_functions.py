@@ -1,7 +1,7 @@
 """What the ranks of the multi-rank tests run: functions that the pool's workers can import.
 
-Each returns plain tensors; every rank gets the whole batch and cuts its own part, so that layouts are the only
-thing that differs between runs.
+Each returns plain tensors; every rank gets the whole batch and cuts its own part, so that layouts are all
+that differs between runs.
 """
 
 from __future__ import annotations
