@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+export NO_MKDOCS_2_WARNING := 1
 
 .PHONY: venv demo test check bench docs format clean
 
@@ -25,7 +26,8 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_import_direction.py
-	$(BIN)/python -m pytest -q --doctest-modules rl_engine
+	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors rl_engine
+	$(BIN)/python -m pytest -q tests/test_docs_examples.py tests/test_docs_snippets.py
 	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMP)

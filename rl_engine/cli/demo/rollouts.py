@@ -53,6 +53,11 @@ class Rollouts:
         """Return the sampled tokens, [B, C] int64."""
         return self.input_ids[:, -self.completion_mask.shape[1] :]
 
+    @property
+    def offsets(self) -> list[int]:
+        """Return the group boundaries as integers."""
+        return cast("list[int]", self.group_boundaries.tolist())
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, as they are saved."""
         return {
@@ -66,7 +71,7 @@ class Rollouts:
 
     def records(self) -> list[dict[str, object]]:
         """Return one record a sequence: group, prompt, completion, reward, number of tokens."""
-        bounds = cast("list[int]", self.group_boundaries.tolist())
+        bounds = self.offsets
         lengths = cast("list[int]", self.completion_mask.sum(-1).tolist())
         rewards = cast("list[float]", self.rewards.tolist())
         return [

@@ -18,7 +18,7 @@ from rl_engine.loss import GRPOLossResult
 
 __all__ = ["Step", "policy_gradient", "train"]
 
-# Found by trying 1e-5 and 5e-5: both learn the four sums in five steps, the smaller one without forgetting any.
+# Tried: 1e-5 and 5e-5 both raise the mean reward in five steps, the smaller one without losing any question.
 LEARNING_RATE = 1e-5
 _MAX_GRAD_NORM = 1.0
 
@@ -61,7 +61,7 @@ def policy_gradient(policy: Policy, rollouts: Rollouts) -> GRPOLossResult:
         rollouts.old_logps,
         rollouts.rewards,
         mask=rollouts.completion_mask,
-        group_boundaries=rollouts.group_boundaries.tolist(),
+        group_boundaries=rollouts.offsets,
     )
     result.loss.backward()
     return result
