@@ -71,6 +71,8 @@ def check_inputs(
     Raises:
         InputError: the tensors, or the group, do not fit the contract.
     """
+    if not isinstance(contract, LogprobContract):
+        raise InputError(f"contract is {type(contract).__name__}, expected LogprobContract")
     sharding = contract.sharding
     if not isinstance(local_logits, Tensor) or not isinstance(target_ids, Tensor):
         got = f"{type(local_logits).__name__} and {type(target_ids).__name__}"
@@ -104,6 +106,8 @@ def check_inputs(
             f"the contract's mask covers {contract.mask.num_tokens} tokens, the logits have {n} rows"
         )
     if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise InputError(f"mask is {type(mask).__name__}, expected a torch.bool tensor of [{n}]")
         if mask.dtype is not torch.bool:
             raise InputError(f"mask is {mask.dtype}, expected torch.bool; use mask.bool()")
         if mask.shape != (n,):
@@ -132,7 +136,8 @@ class MaskCache:
         if contract.mask is None:
             return None
         if self._tensor is None or self._spec is not contract.mask or self._tensor.device != device:
-            self._tensor = torch.tensor(contract.mask.active_mask, dtype=torch.bool, device=device)
+            with torch.inference_mode(False):  # a later call may have to save it for its backward
+                self._tensor = torch.tensor(contract.mask.active_mask, dtype=torch.bool, device=device)
             self._spec = contract.mask
         return self._tensor
 
@@ -182,6 +187,8 @@ def prepare_rows(
     target_local = torch.where((local >= 0) & (local < real_cols), local, -1)
     if local_logits.shape[1] > 0 and local_logits.stride(1) != 1:
         local_logits = local_logits.contiguous()
+    if active.is_inference():  # a mask made under inference_mode, with the rollouts, cannot be saved
+        active = active.clone()
     return Rows(
         logits=local_logits,
         target_local=target_local,

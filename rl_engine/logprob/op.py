@@ -3,9 +3,11 @@
 Steps of a call, on every rank of the TP group:
 
 1. local checks of shapes, dtypes and devices; a failure is kept, not raised yet.
-2. with `validate`: preflight over TP (one small all-gather): contract fingerprint, backend id, numerics id,
-   and whether a rank failed step 1. All ranks raise, or none does. The first collective of the call.
-3. the backend's forward: its own collectives, one packed exchange for the exact tiers.
+2. with `validate`: preflight over TP (one small all-gather): contract fingerprint, number of rows, backend
+   id, numerics id, and whether a rank failed step 1, by whatever exception. All ranks raise, or none does.
+   The first collective of the call.
+3. the backend's forward: its own collectives, one packed exchange for the exact tiers. A rank that fails
+   here (out of memory) rings the alarm, so that the others do not wait for it.
 4. with `validate`: one deferred read of one flag; rows that are not good, targets that nobody owns and TP
    siblings that hold other targets or masks become errors, the same on every rank of the group.
 
@@ -23,10 +25,17 @@ from torch.distributed import ProcessGroup
 from rl_engine.contracts import LogprobContract, MeshAxis
 from rl_engine.errors import AgreementError, InputError, RLEngineError
 from rl_engine.logprob.inputs import MaskCache, Rows, active_rows, check_inputs, prepare_rows, replace_tiles
-from rl_engine.mesh import Axis, preflight
+from rl_engine.mesh import Axis, guard, preflight
 from rl_engine.registry import kernel_registry
 
-__all__ = ["ClosedCall", "LogprobBackend", "VocabParallelLogprobOp", "find_problem", "problem_flag"]
+__all__ = [
+    "ClosedCall",
+    "LogprobBackend",
+    "VocabParallelLogprobOp",
+    "find_problem",
+    "flatten_fields",
+    "problem_flag",
+]
 
 
 class ClosedCall(NamedTuple):
@@ -101,6 +110,17 @@ def find_problem(
     )
 
 
+def flatten_fields(fields: dict[str, object], prefix: str = "") -> dict[str, str]:
+    """Nested JSON fields as dotted names, so that a disagreement names just `objective.beta`."""
+    flat: dict[str, str] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            flat |= flatten_fields(value, f"{prefix}{name}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            flat[f"{prefix}{name}"] = str(value)
+    return flat
+
+
 class VocabParallelLogprobOp:
     """log softmax(logits / T)[target] over a vocabulary that is sharded across a TP group.
 
@@ -162,21 +182,22 @@ class VocabParallelLogprobOp:
             UnsupportedError: No backend can serve the contract.
         """
         axis = Axis.from_group("tp", tp_group)
-        error: RLEngineError | None = None
+        error: Exception | None = None
         op, active = self, None
         try:
             contract = replace_tiles(contract, num_vocab_tiles)
             op = self.resolve(contract, local_logits)
             check_inputs(local_logits, target_ids, contract, mask, axis)
             active = active_rows(target_ids, contract, mask, self._masks, validate=validate)
-        except RLEngineError as caught:
+        except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             error = caught
         if validate:
-            op.announce(axis, contract, error)
-        if error is not None:
-            raise error
-        assert active is not None
-        call = op.compute(local_logits, target_ids, contract, active, axis, validate=validate)
+            op.announce(axis, contract, local_logits, error)
+        with guard(axis):
+            if error is not None:
+                raise error
+            assert active is not None
+            call = op.compute(local_logits, target_ids, contract, active, axis, validate=validate)
         if validate and bool(problem_flag(call, active)):
             found = find_problem(call, active, target_ids, contract)
             assert found is not None
@@ -195,17 +216,21 @@ class VocabParallelLogprobOp:
         op: VocabParallelLogprobOp = kernel_registry.get_logprob_op(contract, "auto", device=device).op
         return op
 
-    def announce(self, axis: Axis, contract: LogprobContract, error: RLEngineError | None) -> None:
+    def announce(
+        self, axis: Axis, contract: LogprobContract, local_logits: Tensor, error: Exception | None
+    ) -> None:
         """Preflight over one axis: every rank returns, or every rank raises.
 
         Raises:
-            AgreementError: Contracts, backends or numerics differ, or another rank failed.
+            AgreementError: Contracts, numbers of rows, backends or numerics differ, or another rank failed.
         """
         if axis.size == 1:
             return
         facts = self.identity()
         if error is None:  # a contract that failed its checks may not have these
-            facts |= {name: str(value) for name, value in contract.agreement_fields(MeshAxis.TP).items()}
+            facts |= flatten_fields(contract.agreement_fields(MeshAxis.TP))
+            # The exchange carries rows, and a transport that gets more than it expects ends the process.
+            facts["num_rows"] = str(local_logits.shape[0])
         preflight(axis, fingerprint=json.dumps(facts), facts=facts, error=error)
 
     def identity(self) -> dict[str, str]:

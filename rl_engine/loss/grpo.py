@@ -29,7 +29,13 @@ from torch.distributed import ProcessGroup
 from rl_engine.contracts import GRPOLossContract, MeshAxis
 from rl_engine.errors import InputError, RLEngineError
 from rl_engine.logprob.inputs import MaskCache, active_rows, bit_checksum, check_inputs
-from rl_engine.logprob.op import ClosedCall, VocabParallelLogprobOp, find_problem, problem_flag
+from rl_engine.logprob.op import (
+    ClosedCall,
+    VocabParallelLogprobOp,
+    find_problem,
+    flatten_fields,
+    problem_flag,
+)
 from rl_engine.loss.arithmetic import ExactArithmetic, LossArithmetic
 from rl_engine.loss.evaluate import (
     LossBatch,
@@ -340,17 +346,6 @@ class DistributedGRPOLossOp:
             contract=contract,
             active_mask=active,
         )
-
-
-def flatten_fields(fields: dict[str, object], prefix: str = "") -> dict[str, str]:
-    """Nested JSON fields as dotted names, so that a disagreement names just `objective.beta`."""
-    flat: dict[str, str] = {}
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            flat |= flatten_fields(value, f"{prefix}{name}.")  # pyright: ignore[reportUnknownArgumentType]
-        else:
-            flat[f"{prefix}{name}"] = str(value)
-    return flat
 
 
 def check_tokens(n: int, device: torch.device, **tensors: Tensor | None) -> None:
