@@ -33,7 +33,7 @@ from rl_engine.contracts import (
     ObjectiveSpec,
     ShardingSpec,
 )
-from rl_engine.errors import AgreementError, InputError, RLEngineError
+from rl_engine.errors import AgreementError, InputError
 from rl_engine.logprob.op import VocabParallelLogprobOp
 from rl_engine.loss.advantages import group_advantages
 from rl_engine.loss.arithmetic import ExactArithmetic
@@ -141,7 +141,7 @@ def selected_logprobs(
             ignore_index,
             with_entropy,
         )
-    except RLEngineError as caught:
+    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         _fail_together(caught, tp, validate=validate)
     out = VocabParallelLogprobOp()(
         flat, ids, contract=contract, mask=active, tp_group=tp_group, validate=validate
@@ -212,7 +212,7 @@ def grpo_loss(
         [1.0, -1.0]
     """
     tp, dp = Axis.from_group("tp", tp_group), Axis.from_group("dp", dp_group)
-    error: RLEngineError | None = None
+    error: Exception | None = None
     told: dict[str, object] = {}
     flat = ids = active = torch.empty(0)
     flat_advantages: Tensor | None = None
@@ -232,31 +232,40 @@ def grpo_loss(
             )
         named = {"old_logps": old_logps, "ref_logps": ref_logps}
         for name, tensor in named.items():
-            if tensor is not None and tensor.shape != targets.shape:
+            if (tensor is not None or name == "old_logps") and _shape(tensor) != list(targets.shape):
                 raise InputError(
-                    f"{name} must be {list(targets.shape)} like targets, got {list(tensor.shape)}"
+                    f"{name} must be a tensor {list(targets.shape)} like targets, got {_shape(tensor)}"
                 )
-        if ref_logits is not None and ref_logits.shape != logits.shape:
+        if ref_logits is not None and _shape(ref_logits) != list(logits.shape):
             raise InputError(
-                f"ref_logits must be {list(logits.shape)} like logits, got {list(ref_logits.shape)}"
+                f"ref_logits must be a tensor {list(logits.shape)} like logits, got {_shape(ref_logits)}"
             )
         flat_advantages = _flat_advantages(advantages, targets, batch)
         if rewards is not None:
             check_sequences(ids.shape[0], batch, rewards, None)
         active = _flat_mask(mask, targets, validate=validate)
         names = _group_names(group_ids, batch)
+        source = "advantages="
+        if rewards is not None:
+            source = f"rewards with {'group_boundaries' if names is None else 'group_ids'}"
         told = {
             "sequences": batch,
+            "source of advantages": source,
+            # the contract holds the formula only where the op applies it
+            "objective.advantage": None if names is None else json.dumps(objective.advantage.to_dict()),
             "groups": names,
             "rewards": rewards.detach().float().tolist()
             if names is not None and rewards is not None
             else None,
         }
-    except RLEngineError as caught:
+    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         error = caught
     try:
-        told_by_rank = gather_json(dp, told, error=error)
+        told_by_rank = gather_json(dp, told, error=error, kind="grpo_loss")
+        _check_told_alike(told_by_rank, ("source of advantages", "objective.advantage"), dp)
         counts = [int(t["sequences"]) for t in told_by_rank]
+        if sum(counts) == 0:
+            raise InputError("the batch holds no sequence on any rank; pass at least one")
         first = sum(counts[: dp.rank])
         boundaries: tuple[int, ...] = (
             (0, sum(counts)) if group_boundaries is None else tuple(group_boundaries)
@@ -288,9 +297,8 @@ def grpo_loss(
             objective if rewards is not None else dataclasses.replace(objective, advantage=_NO_GROUPS),
             reduction,
         )
-    except (
-        RLEngineError
-    ) as caught:  # the TP siblings may have passed the gather: they hear of it in the op's preflight
+    except Exception as caught:  # noqa: BLE001
+        # The TP siblings may have passed the gather: they hear of it in the op's preflight.
         _fail_together(caught, tp, dp, validate=validate)
     return DistributedGRPOLossOp().apply(
         flat,
@@ -350,17 +358,19 @@ def policy_loss(
         (-1.0, [[-0.5, -0.5]])
     """
     dp = Axis.from_group("dp", dp_group)
-    error: RLEngineError | None = None
+    error: Exception | None = None
     told: dict[str, object] = {}
     active = old = ref = values = torch.empty(0)
     try:
         if not isinstance(logps, Tensor) or logps.dim() != 2:
-            shape = list(logps.shape) if isinstance(logps, Tensor) else type(logps).__name__
-            raise InputError(f"logps must be [B, T], one row per sequence, got {shape}")
+            raise InputError(f"logps must be [B, T], one row per sequence, got {_shape(logps)}")
         b, t = logps.shape
         active = _flat_mask(mask, logps, validate=validate)
-        old = old_logps.reshape(-1) if old_logps.shape == logps.shape else old_logps
-        ref = ref_logps.reshape(-1) if ref_logps is not None and ref_logps.shape == logps.shape else ref_logps
+        for name, tensor in {"old_logps": old_logps, "ref_logps": ref_logps}.items():
+            if (tensor is not None or name == "old_logps") and _shape(tensor) != [b, t]:
+                raise InputError(f"{name} must be a tensor {[b, t]} like logps, got {_shape(tensor)}")
+        old = old_logps.reshape(-1)
+        ref = None if ref_logps is None else ref_logps.reshape(-1)
         check_tokens(b * t, logps.device, logps=logps.reshape(-1), old_logps=old, ref_logps=ref)
         flat_advantages = _flat_advantages(advantages, logps, b)
         check_sequences(b * t, b, None, flat_advantages)
@@ -376,10 +386,10 @@ def policy_loss(
             "reference": ref_logps is not None,
             "per_token": tuple(advantages.shape) != (b,),
         }
-    except RLEngineError as caught:
+    except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         error = caught
-    told_by_rank = gather_json(dp, told, error=error)
-    _check_told_alike(told_by_rank, dp)
+    told_by_rank = gather_json(dp, told, error=error, kind="policy_loss")
+    _check_told_alike(told_by_rank, ("objective", "reduction", "reference", "per_token"), dp)
     counts = [int(t["sequences"]) for t in told_by_rank]
     b, t = logps.shape
     first, total = sum(counts[: dp.rank]), sum(counts)
@@ -392,12 +402,12 @@ def policy_loss(
         first_sequence=first,
         num_sequences=total,
     )
-    per_sequence, per_token = split_advantages(None, values, b)
+    per_sequence, per_token = split_advantages(None, values, b, logps.device)
     reference = None if ref is None else ref.detach()
     flat_logps = logps.reshape(-1)
     arithmetic = ExactArithmetic()
     with guard(dp):
-        gathered = gather_sequences(per_sequence.to(logps.device), batch, dp)
+        gathered = gather_sequences(per_sequence, batch, dp)
         evaluated = policy_loss_from_logps(
             flat_logps,
             batch,
@@ -417,7 +427,7 @@ def policy_loss(
     report_problems(
         evaluated,
         gathered,
-        lambda: explain_values(flat_logps.detach(), batch, reference, per_token),
+        lambda: explain_values(flat_logps.detach(), batch, reference, evaluated.token_advantages),
         what="advantage",
         reduction=reduction,
         validate=validate,
@@ -426,8 +436,8 @@ def policy_loss(
     return evaluated.result
 
 
-def _check_told_alike(told: list[Any], dp: Axis) -> None:
-    for name in ("objective", "reduction", "reference", "per_token"):
+def _check_told_alike(told: list[Any], names: Sequence[str], dp: Axis) -> None:
+    for name in names:
         values = [t[name] for t in told]
         if len(set(values)) > 1:
             other = next(i for i, v in enumerate(values) if v != values[0])
@@ -438,13 +448,18 @@ def _check_told_alike(told: list[Any], dp: Axis) -> None:
             )
 
 
-def _fail_together(error: RLEngineError, *axes: Axis, validate: bool) -> NoReturn:
+def _fail_together(error: Exception, *axes: Axis, validate: bool) -> NoReturn:
     """Raise `error` after telling the other ranks, in the preflight that they are at or by the alarm."""
     if validate:
         preflight_mesh([Claim(axis=axis, fingerprint="failed", facts={}) for axis in axes], error=error)
         raise error
     with guard(*axes):
         raise error
+
+
+def _shape(value: object) -> object:
+    """What a message says a value is: the shape of a tensor, or the type of anything else."""
+    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -466,17 +481,18 @@ def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int | Non
 
 def _sequences_of(ids: Tensor, per_sequence: Tensor | None) -> int:
     """B for flat logits: one reward or advantage a sequence."""
+    if isinstance(per_sequence, Tensor) and per_sequence.shape == (0,) and len(ids) == 0:
+        return 0
     if (
-        per_sequence is None
+        not isinstance(per_sequence, Tensor)
         or per_sequence.dim() != 1
         or len(per_sequence) == 0
         or len(ids) % len(per_sequence)
     ):
-        got = "nothing" if per_sequence is None else list(per_sequence.shape)
         raise InputError(
             f"flat logits of {len(ids)} rows need one reward or advantage per sequence, a number that "
             f"divides the rows; got "
-            f"{got}; pass [B, T, V] logits, or [B] rewards"
+            f"{_shape(per_sequence)}; pass [B, T, V] logits, or [B] rewards"
         )
     return len(per_sequence)
 
@@ -484,8 +500,7 @@ def _sequences_of(ids: Tensor, per_sequence: Tensor | None) -> int:
 def _flat_mask(mask: Tensor, like: Tensor, *, validate: bool) -> Tensor:
     """[N] bool from a 0/1 mask of any dtype."""
     if not isinstance(mask, Tensor) or mask.shape != like.shape:
-        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"mask must be a tensor {list(like.shape)}, one flag per token, got {got}")
+        raise InputError(f"mask must be a tensor {list(like.shape)}, one flag per token, got {_shape(mask)}")
     if mask.device != like.device:
         raise InputError(f"mask is on {mask.device}, the rest on {like.device}; move it there")
     flat = mask.reshape(-1)
@@ -504,8 +519,7 @@ def _flat_advantages(advantages: Tensor | None, like: Tensor, batch: int) -> Any
     if advantages is None:
         return None
     if not isinstance(advantages, Tensor) or tuple(advantages.shape) not in ((batch,), tuple(like.shape)):
-        got = list(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
-        raise InputError(f"advantages must be [{batch}] or {list(like.shape)}, got {got}")
+        raise InputError(f"advantages must be [{batch}] or {list(like.shape)}, got {_shape(advantages)}")
     return advantages.reshape(-1)
 
 
@@ -528,6 +542,11 @@ def _advantages_by_name(rewards: list[float], names: list[int | str], objective:
         raise InputError(
             f"reward of sequence {i} is {rewards[i]}, expected a finite number; look at the reward "
             f"function, or drop the sequence"
+        )
+    if any(isinstance(name, str) for name in names) != all(isinstance(name, str) for name in names):
+        raise InputError(
+            f"group_ids over all ranks mix integers and strings ({names[:8]!r}…), which are never equal; use "
+            f"one of the two on every rank"
         )
     members: dict[int | str, list[int]] = {}
     for index, name in enumerate(names):

@@ -88,6 +88,7 @@ class Evaluated:
 
     result: GRPOLossResult
     sums: LossSums
+    token_advantages: Tensor
     local_problem: Tensor
 
 
@@ -161,7 +162,7 @@ def policy_loss_from_logps(
         num_guarded_tokens=sums.num_guarded_tokens,
         provenance=provenance,
     )
-    return Evaluated(result, sums, problem)
+    return Evaluated(result, sums, token_advantages, problem)
 
 
 def report_problems(
@@ -197,31 +198,34 @@ def report_problems(
     flags = [evaluated.sums.extra[0], bad_values.sum(), evaluated.result.num_active_tokens]
     read = cast("list[int]", torch.stack(flags).tolist())
     num_problems, num_bad_values, num_active = read
+    error: RLEngineError | None = None
+    if validate and num_bad_values:
+        i = int(bad_values.nonzero()[0, 0])
+        error = InputError(
+            f"{what} of sequence {i} is {float(gathered.values[i])}, expected a finite number; look at the "
+            f"reward function, "
+            "or drop the sequence from the batch"
+        )
+    if validate and num_problems:
+        # Where TP siblings hold other data, each of them counts a problem: so every rank of the mesh comes
+        # here, although only some may see a bad value or an empty batch.
+        if error is None and bool(evaluated.local_problem):
+            error = explain_local()
+            assert error is not None
+        claims = [Claim(axis=axis, fingerprint="values", facts={}) for axis in axes]
+        preflight_mesh(claims, error=error)
+    if error is not None:  # without a problem the values are those of every rank
+        raise error
     if must_have_tokens and num_active == 0:
         raise InputError(
             "no token of the whole batch is active; the contract says on_empty='error': pass a mask with "
             "active tokens, or "
             "on_empty='zero' for a loss of 0"
         )
-    if not validate:
-        return
-    if num_bad_values:  # replicated: every rank raises the same
-        i = int(bad_values.nonzero()[0, 0])
-        raise InputError(
-            f"{what} of sequence {i} is {float(gathered.values[i])}, expected a finite number; look at the "
-            f"reward function, "
-            "or drop the sequence from the batch"
-        )
-    if num_problems:
-        error = explain_local() if bool(evaluated.local_problem) else None
-        claims = [Claim(axis=axis, fingerprint="values", facts={}) for axis in axes]
-        preflight_mesh(claims, error=error)
-        if error is not None:
-            raise error
 
 
 def explain_values(
-    logp: Tensor, batch: LossBatch, ref: Tensor | None, token_advantages: Tensor | None
+    logp: Tensor, batch: LossBatch, ref: Tensor | None, token_advantages: Tensor
 ) -> InputError | None:
     """The first active token whose values have no meaning, as an error; None where all have."""
     named = [

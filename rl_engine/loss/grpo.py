@@ -132,7 +132,7 @@ class DistributedGRPOLossOp:
         """
         tp, dp = Axis.from_group("tp", tp_group), Axis.from_group("dp", dp_group)
         cp = Axis.from_group("cp", cp_group)
-        error: RLEngineError | None = None
+        error: Exception | None = None
         logprob_op = VocabParallelLogprobOp()
         active = torch.empty(0)
         try:
@@ -155,7 +155,7 @@ class DistributedGRPOLossOp:
                 cp,
             )
             active = active_rows(action_ids, contract.logprob, mask, self._masks, validate=validate)
-        except RLEngineError as caught:
+        except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             error = caught
         if validate:
             given = {
@@ -168,7 +168,8 @@ class DistributedGRPOLossOp:
             }
             self._announce(tp, dp, contract, logprob_op, given, error)
         if error is not None:
-            raise error
+            with guard(tp, dp):
+                raise error
 
         sharding = contract.sharding
         device = policy_local_logits.device
@@ -180,10 +181,10 @@ class DistributedGRPOLossOp:
             first_sequence=sharding.local_sequence_start,
             num_sequences=sharding.num_sequences,
         )
-        per_sequence, per_token = split_advantages(rewards, advantages, sharding.num_local_sequences)
+        per_sequence, per_token = split_advantages(rewards, advantages, sharding.num_local_sequences, device)
         ref = None if ref_logps is None else ref_logps.detach()
         with guard(tp, dp):
-            gathered = gather_sequences(per_sequence.to(device), batch, dp)
+            gathered = gather_sequences(per_sequence, batch, dp)
             calls = self._logprobs(
                 policy_local_logits,
                 ref_local_logits,
@@ -220,7 +221,7 @@ class DistributedGRPOLossOp:
                 found = find_problem(call, active, action_ids, contract.logprob, name)
                 if found is not None:
                     return found
-            return explain_values(calls[0].logp.detach(), batch, ref, per_token)
+            return explain_values(calls[0].logp.detach(), batch, ref, evaluated.token_advantages)
 
         report_problems(
             evaluated,
@@ -251,7 +252,7 @@ class DistributedGRPOLossOp:
         data = None
         if validate and tp.size > 1:
             masked = [torch.where(batch.active, v, 0.0) for v in (batch.old, ref, per_token) if v is not None]
-            data = bit_checksum(torch.cat([*masked, per_sequence.to(policy_logits.device)]))
+            data = bit_checksum(torch.cat([*masked, per_sequence]))
         calls = [
             op.compute(
                 policy_logits, action_ids, contract.logprob, batch.active, tp, validate=validate, data=data
@@ -284,9 +285,10 @@ class DistributedGRPOLossOp:
                 f"{sharding.num_local_sequences} sequences × "
                 f"{sharding.padded_seq_len} tokens = {sharding.num_local_tokens}"
             )
-        if cp.size > 1:
+        if cp.size > 1 or sharding.cp_world_size > 1:
             raise InputError(
-                f"cp_group has {cp.size} ranks; the loss is not split over a context-parallel axis, pass None"
+                f"the context-parallel axis has {max(cp.size, sharding.cp_world_size)} ranks, and the loss "
+                f"is not split over one; pass cp_group=None and a contract with cp_world_size=1"
             )
         if dp.size != sharding.dp_world_size or dp.rank != sharding.dp_rank:
             raise InputError(
@@ -317,7 +319,7 @@ class DistributedGRPOLossOp:
         contract: GRPOLossContract,
         logprob_op: VocabParallelLogprobOp,
         given: dict[str, str],
-        error: RLEngineError | None,
+        error: Exception | None,
     ) -> None:
         if tp.size == 1 and dp.size == 1:
             return
@@ -388,14 +390,14 @@ def check_sequences(n: int, num_local: int, rewards: Tensor | None, advantages: 
 
 
 def split_advantages(
-    rewards: Tensor | None, advantages: Tensor | None, num_local: int
+    rewards: Tensor | None, advantages: Tensor | None, num_local: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Per-sequence values [S_local] fp32 (zeros where not given), per-token advantages [N] fp32 or None."""
     values = rewards if rewards is not None else advantages
     assert values is not None
-    values = values.detach().float()
+    values = values.detach().to(device).float()
     if rewards is None and values.shape != (num_local,):
-        return torch.zeros(num_local, device=values.device), values
+        return torch.zeros(num_local, device=device), values
     return values, None
 
 
