@@ -32,7 +32,14 @@ from rl_engine.mesh.pool_worker import Report, Task, serve
 __all__ = ["RankContext", "RankOutcome", "RankPool", "RankPoolError"]
 
 # What the server imports before it forks; a name that cannot be imported is skipped.
-_PRELOAD = ["torch", "torch.distributed", "rl_engine.mesh.pool_worker", "rl_engine.numerics.cpu", "rl_engine"]
+_PRELOAD = [
+    "rl_engine.mesh.single_thread",
+    "torch",
+    "torch.distributed",
+    "rl_engine.mesh.pool_worker",
+    "rl_engine.numerics.cpu",
+    "rl_engine",
+]
 # Leaving a process group takes milliseconds; a worker that needs longer is stuck in the transport.
 _READY_SECONDS = 5.0
 
@@ -156,6 +163,7 @@ class RankPool:
         grace: float = ...,
         group_timeout: float = ...,
         backend: Literal["gloo", "nccl"] = ...,
+        device: Literal["cpu", "cuda"] | None = ...,
         expect_errors: Literal[False] = ...,
     ) -> list[Any]: ...
 
@@ -171,6 +179,7 @@ class RankPool:
         grace: float = ...,
         group_timeout: float = ...,
         backend: Literal["gloo", "nccl"] = ...,
+        device: Literal["cpu", "cuda"] | None = ...,
         expect_errors: Literal[True],
     ) -> list[RankOutcome]: ...
 
@@ -185,19 +194,18 @@ class RankPool:
         grace: float = 10.0,
         group_timeout: float = 30.0,
         backend: Literal["gloo", "nccl"] = "gloo",
+        device: Literal["cpu", "cuda"] | None = None,
         expect_errors: bool = False,
     ) -> list[Any] | list[RankOutcome]:
         """Call `fn(context, *args, *per_rank_args[rank])` on every rank and wait for all of them.
 
-        Args:
-            fn: A function that can be imported by name (no lambda, nothing in __main__).
-            world_size: The number of ranks.
-            args: Arguments that every rank gets; pickled, tensors by value.
-            per_rank_args: Further arguments, one sequence a rank.
-            timeout: Seconds for the whole run.
-            grace: Seconds that the other ranks have once one has failed.
-            group_timeout: The timeout of the process group's collectives, in seconds.
-            backend: "gloo" on CPU, or "nccl" with one GPU a rank.
+        Args: fn: A function that can be imported by name (no lambda, nothing in __main__). world_size: The
+            number of ranks. args: Arguments that every rank gets; pickled, tensors by value. per_rank_args:
+            Further arguments, one sequence a rank. timeout: Seconds for the whole run. grace: Seconds that
+            the other ranks have once one has failed. group_timeout: The timeout of the process group's
+            collectives, in seconds. backend: "gloo", or "nccl" with one GPU a rank. device: Where the ranks
+            compute; None: the GPU for NCCL, the CPU for gloo. Under gloo several ranks may
+                share a GPU.
             expect_errors: Return how every rank ended instead of raising.
 
         Returns:
@@ -225,6 +233,7 @@ class RankPool:
                         rank=rank,
                         world_size=world_size,
                         backend=backend,
+                        device=device or ("cuda" if backend == "nccl" else "cpu"),
                         directory=directory,
                         group_timeout=group_timeout,
                         sys_path=tuple(sys.path),

@@ -50,7 +50,7 @@ class RankContext:
         rank: Its rank in the default process group.
         world_size: The number of ranks of this run.
         backend: "gloo" or "nccl".
-        device: Where its tensors live: the CPU for gloo, one GPU a rank for NCCL.
+        device: Where its tensors live: the CPU or a GPU.
     """
 
     rank: int
@@ -94,6 +94,7 @@ class Task:
     rank: int
     world_size: int
     backend: str
+    device: str
     directory: str
     group_timeout: float
     sys_path: tuple[str, ...]
@@ -166,8 +167,8 @@ def _call(task: Task) -> Report:
 
 def _join(task: Task) -> RankContext:
     device = torch.device("cpu")
-    if task.backend == "nccl":
-        device = torch.device("cuda", task.rank)
+    if task.device == "cuda":
+        device = torch.device("cuda", task.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     path = os.path.join(task.directory, "store")
     store = dist.FileStore(path, task.world_size)  # pyright: ignore[reportPrivateImportUsage]
