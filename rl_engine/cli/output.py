@@ -11,9 +11,9 @@ from typing import Annotated, ParamSpec
 import typer
 from rich.console import Console
 
-from rl_engine.errors import InputError, RLEngineError
+from rl_engine.errors import RLEngineError
 
-__all__ = ["Debug", "Json", "console", "emit_json", "guarded", "integers"]
+__all__ = ["Debug", "Json", "console", "emit_json", "guarded"]
 
 P = ParamSpec("P")
 
@@ -49,24 +49,3 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(2) from None
 
     return run
-
-
-def integers(name: str, text: str) -> tuple[int, ...]:
-    """Return the integers of a comma-separated option.
-
-    Raises:
-        InputError: The text holds something else, an integer below 1, or one of them twice.
-
-    Example:
-        >>> integers("--tp", "1,2,4")
-        (1, 2, 4)
-    """
-    try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1 or len(set(values)) < len(values):
-        raise InputError(
-            f"{name} is {text!r}, expected different integers from 1 up; type for example {name} 1,2,4"
-        )
-    return values

@@ -6,14 +6,18 @@ Letters: G groups, K samples a group, B = G·K sequences, P padded prompt, C pad
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from rl_engine.cli.demo.task import grade
+from rl_engine.errors import InputError
+from rl_engine.verify.batch import LossBatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +89,49 @@ class Rollouts:
             for group in range(len(bounds) - 1)
             for index in range(bounds[group], bounds[group + 1])
         ]
+
+    def save(self, path: Path) -> None:
+        """Write the tensors, and the texts as metadata, to a safetensors file."""
+        metadata = {"prompts": json.dumps(self.prompts), "completions": json.dumps(self.completions)}
+        safetensors.torch.save_file(
+            {name: tensor.contiguous() for name, tensor in self.tensors().items()}, path, metadata
+        )
+
+    def loss_batch(self, logits: Tensor) -> LossBatch:
+        """Return the batch that `rl-engine verify` reads.
+
+        Args:
+            logits: Logits [B, C, V] that predict the completions.
+        """
+        return LossBatch(
+            logits=logits,
+            targets=self.completion_ids.contiguous(),
+            old_logps=self.old_logps,
+            rewards=self.rewards,
+            mask=self.completion_mask,
+            group_boundaries=tuple(self.offsets),
+            vocab_size=logits.shape[-1],
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Rollouts:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: The file lacks a tensor or a text.
+        """
+        with cast("Any", safetensors).safe_open(path, framework="pt") as file:
+            metadata = cast("dict[str, str]", file.metadata() or {})
+            names = set(cast("list[str]", file.keys()))
+            wanted = {field.name for field in fields(cls)}
+            missing = wanted - names - metadata.keys()
+            if missing:
+                raise InputError(
+                    f"{path} lacks {', '.join(sorted(missing))}; expected a file of `rl-engine demo`"
+                )
+            values: dict[str, Any] = {name: file.get_tensor(name) for name in wanted & names}
+            values |= {name: tuple(json.loads(metadata[name])) for name in wanted & metadata.keys()}
+            return cls(**values)
 
     def save_jsonl(self, path: Path) -> None:
         """Write `records()`, one JSON object a line."""
