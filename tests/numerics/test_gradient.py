@@ -335,6 +335,42 @@ def test_p_near_one_is_accurate(name: str) -> None:
     assert got[1:].sum().item() == pytest.approx(-want, rel=1e-5)
 
 
+def test_probabilities_around_the_smallest(name: str) -> None:
+    """p is 2^y down to y = −126 and +0 below; L = 1 and lse2 = 0 make y the logit itself."""
+    near = [cases.next_up(-126.0, "fp32", d) for d in range(-4, 5)]
+    middle = [cases.next_up(-125.5, "fp32", d) for d in range(-2, 3)]
+    x = torch.tensor(
+        [[*near, *middle, -127.0, -1e38, -cases.INF, 0.0, -0.0, 2.0**-30, 1e-7, -0.5, -1.5, -2.5]]
+    )
+    one = torch.ones(1)
+    for lse2 in (0.0, 1.0, -0.25, 0.5, 1.5):
+        exact = torch.tensor([lse2], dtype=torch.float64)
+        closed = words.ClosedRows(exact, one, one, 0.75 * one, one > 0, one > 0)
+        for a, b, h in COEFFICIENTS:
+            coefficients = [torch.tensor([1e4 * c]) for c in (a, b, h)]
+            expected = oracle(
+                x,
+                torch.tensor([2]),
+                closed,
+                scale=1.0,
+                dtype="fp32",
+                a=coefficients[0],
+                b=coefficients[1],
+                h=coefficients[2],
+            )
+            got = run(
+                name,
+                x,
+                torch.tensor([2]),
+                closed,
+                scale=1.0,
+                a=coefficients[0],
+                b=coefficients[1],
+                h=coefficients[2],
+            )
+            assert_bits_equal(got, expected, f"gradient at lse2 = {lse2}")
+
+
 def test_rows_that_are_not_good(name: str) -> None:
     """NaN in each real column where a coefficient is used, +0 where none is, +0 in the padding either way."""
     x = torch.tensor(

@@ -216,15 +216,16 @@ def test_every_pattern_of_a_16_bit_dtype(name: str, dtype: str) -> None:
 def _row_with_large_digit(word: int, sign: int, dtype: str, scale: float) -> tuple[float, list[int]]:
     """A logit whose digit `word` is ± 2^21 exactly, the most that a digit can be."""
     rng = random.Random(word)
+    span = {1: (-3.0, 0.0), 2: (-23.4, -21.0)}[word]  # where numbers end half a unit below the digit's grid
     for _ in range(200000):
-        x = cases.to_format(rng.uniform(-3.0, 0.0) / scale, cases.FORMATS[dtype])
+        x = cases.to_format(rng.uniform(*span) / scale, cases.FORMATS[dtype])
         digits = rows.digits(rows.exp2_scaled(x, scale, 0).g)
         if digits[word] == sign << 21 and rows.reference_exponent(x, scale) == 0:
             return x, digits
     raise AssertionError("no such logit")
 
 
-@pytest.mark.parametrize(("word", "sign"), [(1, 1), (1, -1)])
+@pytest.mark.parametrize(("word", "sign"), [(1, 1), (1, -1), (2, 1), (2, -1)])
 def test_lanes_hold_their_adds(name: str, word: int, sign: int) -> None:
     """Constant rows of the largest digits, at the lengths around a full int32 lane."""
     scale = words.temperature_scale(1.0)
@@ -232,8 +233,9 @@ def test_lanes_hold_their_adds(name: str, word: int, sign: int) -> None:
     impl = cases.implementation(name)
     for size in (1007, 1008, 1009, 1023, 1024, 1025, 2047, 2048, 4097, 40000):
         row = torch.full((1, size), x)
-        got = impl.partial(row, torch.tensor([0]), scale_l=scale, real_cols=size, with_entropy=True)
-        assert got[0, :4].tolist() == [0, *(d * size for d in digits)]
+        for entropy in (False, True):  # each has its own loop
+            got = impl.partial(row, torch.tensor([0]), scale_l=scale, real_cols=size, with_entropy=entropy)
+            assert got[0, :4].tolist() == [0, *(d * size for d in digits)]
         one = rows.partial([x], 0, scale=scale, real=1, entropy=True)
         assert got[0, 6:].tolist() == [h * size for h in one[6:]]
 
@@ -292,6 +294,60 @@ def test_large_vocabulary_matches_the_reference(name: str) -> None:
         assert_bits_equal(
             cases.merged(impl, x, target, scale=scale, bounds=bounds, entropy=False), whole, "split"
         )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    large=st.lists(st.integers(-(2**38), 2**38), min_size=5, max_size=5),
+    first=st.integers(1, 2**39),
+    e=st.integers(-95325, 95325),
+    target=st.integers(0, 2**32 - 1),
+    temperature=st.sampled_from([1.0, 0.3, 50.0]),
+)
+def test_closing_of_any_words(
+    name: str, large: list[int], first: int, e: int, target: int, temperature: float
+) -> None:
+    """Words as long as a million columns make them: sums of more than 53 bits round where the page says."""
+    scale = words.temperature_scale(temperature)
+    # the first word carries the sum, as it does where the largest logit is in the row
+    row = [22 * e, first << 1, large[0], large[1], C.FLAG_OWNED, target, *(v << 6 for v in large[2:])]
+    if (row[1] << 22) + row[2] <= 1 << 23:
+        row[1] += 1 << 18
+    part = torch.tensor([row])
+    expected = cases.oracle_closed(part, scale)
+    cases.assert_closed_equal(words.close_rows(part, scale), expected, "closed")
+    # the same sum written with other carries
+    carried = part.clone()
+    carried[0, 1] -= 3
+    carried[0, 2] += (3 << 22) - 5
+    carried[0, 3] += 5 << 22
+    carried[0, 6] += 7
+    carried[0, 7] -= 7 << 22
+    cases.assert_closed_equal(words.close_rows(carried, scale), expected, "closed with other carries")
+    without = words.close_rows(part[:, :6], scale)
+    assert without.entropy is None
+    assert_bits_equal(without.logp, expected.logp, "logp without entropy")
+
+
+def test_closing_from_carried_words(name: str) -> None:
+    """Sums beyond 53 bits whose words overlap: without carries, two roundings give other bits of lse2."""
+    rng = random.Random(17)
+    scale = words.temperature_scale(1.0)
+    part = torch.tensor(
+        [
+            [
+                -22,  # lse2 lies between −6 and −4, where one unit of S shows most often
+                rng.getrandbits(39) | 1 << 38,
+                rng.randint(-(2**42), 2**42),
+                rng.randint(-(2**42), 2**42),
+                C.FLAG_OWNED,
+                cases.bits_of(cases.round32(rng.uniform(-20, -4)), "fp32"),
+                *(rng.randint(-(2**42), 2**42) for _ in range(3)),
+            ]
+            for _ in range(1000)
+        ]
+    )
+    cases.assert_closed_equal(words.close_rows(part, scale), cases.oracle_closed(part, scale), "closed")
 
 
 def test_owner_count(name: str) -> None:
