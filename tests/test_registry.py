@@ -356,7 +356,7 @@ def test_ids_are_stripped_everywhere() -> None:
 def test_lookups_of_the_unknown() -> None:
     with pytest.raises(LogprobContractError, match=re.escape("op = 'sum': must be one of logprob | loss")):
         kernel_registry.backend_ids("sum")  # type: ignore[arg-type]
-    text = "backend = 'exact': names no registered logprob backend; pass one of exact_numba, exact_torch"
+    text = "backend = 'exact': names no registered logprob backend; pass one of exact_triton, exact_numba, "
     with pytest.raises(LogprobContractError, match=re.escape(text)):
         kernel_registry.capabilities(OpKind.LOGPROB, "exact")
 

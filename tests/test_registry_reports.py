@@ -122,7 +122,7 @@ def builtins(*missing: str) -> KernelRegistry:
     ("request_", "device", "selected"),
     [
         (contract(), "cpu", "exact_numba"),
-        (contract(), "cuda", "exact_torch"),
+        (contract(), "cuda", "exact_triton"),
         (contract(), "rocm", "exact_torch"),
         (contract(output=LogprobOutputSpec(entropy=True)), "cpu", "exact_numba"),
         (contract(reduction=ReductionSpec.exact("all_reduce_max_sum")), "cpu", "exact_numba"),  # type: ignore[arg-type]
@@ -145,6 +145,12 @@ def test_without_numba_the_reference_is_a_fallback_that_says_so() -> None:
     assert report.reasons["exact_numba"] == ("module numba is not installed",)
     with pytest.raises(UnsupportedError, match="module numba is not installed"):
         builtins("numba").get_logprob_op(contract(), "production")
+
+
+def test_without_triton_the_reference_on_cuda_is_a_fallback_that_says_so() -> None:
+    report = builtins("triton").explain(contract(), device="cuda")
+    assert (report.selected_backend, report.was_fallback) == ("exact_torch", True)
+    assert report.reasons["exact_triton"] == ("module triton is not installed",)
 
 
 def test_tiled_says_what_it_cannot_do() -> None:

@@ -21,7 +21,7 @@ from rl_engine.contracts.loss import AdvantageNormalizer, KLEstimator, LossBacke
 __all__ = ["LOGPROB_BACKENDS", "LOGPROB_PRIORITY", "LOSS_BACKENDS", "LOSS_PRIORITY"]
 
 #: Under "auto" the first backend that conforms wins.
-LOGPROB_PRIORITY: Final = ("exact_numba", "exact_torch", "tiled_torch", "naive_torch")
+LOGPROB_PRIORITY: Final = ("exact_triton", "exact_numba", "exact_torch", "tiled_torch", "naive_torch")
 LOSS_PRIORITY: Final = ("exact", "naive")
 
 _ALL_PLATFORMS: Final = ("cpu", "cuda", "rocm")
@@ -53,6 +53,11 @@ def _loss(backend_id: str, scope: DeterminismScope, kind: ImplementationKind) ->
 
 
 _LOGPROB: Final = {
+    "exact_triton": (
+        _exact("exact_triton", ImplementationKind.PRODUCTION, "triton"),
+        "rl_engine.logprob.exact:load_exact_triton",
+        ("cuda",),
+    ),
     "exact_numba": (
         _exact("exact_numba", ImplementationKind.PRODUCTION, "numba"),
         "rl_engine.logprob.exact:load_exact_numba",
