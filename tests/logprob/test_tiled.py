@@ -92,6 +92,20 @@ def test_identity_partials() -> None:
     assert merge_tiles(top, total)[0][1] == -INF
 
 
+def test_tiles_and_their_merge_bit_by_bit() -> None:
+    """Before the logarithm, which hides most differences of a last bit."""
+    logits, _ = batch(40, spread=4.0)
+    top, total = tile_sums(logits, width=8, real_cols=REAL, temperature=1.0)
+    m, s = merge_tiles(top, total)
+    for i, row in enumerate(logits.double().tolist()):
+        row[REAL:] = [-INF] * (PADDED - REAL)
+        tiles = [oracle.tile(row[start : start + 8]) for start in range(0, PADDED, 8)]
+        assert_bits_equal(top[i], expect([t for t, _ in tiles], "fp32"), "tile max")
+        assert_bits_equal(total[i], expect([t for _, t in tiles], "fp32"), "tile sum")
+        assert_bits_equal(m[i : i + 1], expect([oracle.merge(tiles)[0]], "fp32"), "row max")
+        assert_bits_equal(s[i : i + 1], expect([oracle.merge(tiles)[1]], "fp32"), "row sum")
+
+
 def test_a_tile_of_no_columns_is_no_tile() -> None:
     top, total = tile_sums(torch.empty(4, 0), width=8, real_cols=0, temperature=1.0)
     assert top.shape == total.shape == (4, 0)

@@ -41,16 +41,22 @@ def tile(y: list[float]) -> tuple[float, float]:
     return top, tree([exp(sub32(v, top)) if v > -INF else 0.0 for v in y])
 
 
+def merge(tiles: list[tuple[float, float]]) -> tuple[float, float]:
+    """(max, sum of exp) of a row from those of its tiles."""
+    top = highest([m for m, _ in tiles])
+    if not math.isfinite(top):
+        return top, 0.0
+    return top, tree([mul32(s, exp(sub32(m, top))) if m > -INF else 0.0 for m, s in tiles])
+
+
 def close(row: list[float], target: int, *, num_tiles: int, real: int, temperature: float = 1.0) -> Row:
     """A row of all padded columns; `target` outside [0, real) has no owner."""
     t = fl32(temperature)
     y = [fl32(x / t) for x in row[:real]] + [-INF] * (len(row) - real)
     width = len(row) // num_tiles
-    tiles = [tile(y[start : start + width]) for start in range(0, len(row), width)]
-    top = highest([m for m, _ in tiles])
+    top, total = merge([tile(y[start : start + width]) for start in range(0, len(row), width)])
     if not math.isfinite(top):
         return Row(NAN, NAN, good=False)
-    total = tree([mul32(s, exp(sub32(m, top))) if m > -INF else 0.0 for m, s in tiles])
     j, log2m = log2_parts(total)
     lse = top + (j + log2m) * LN2_64
     return Row(fl32(y[target] - lse) if 0 <= target < real else NAN, lse, good=True)
