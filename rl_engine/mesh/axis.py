@@ -54,8 +54,9 @@ class Axis:
         None means an axis of one process, also where torch.distributed is initialised: a group is never
         assumed.
 
-        Raises: InputError: this process is not in the group, the group was destroyed, or the mesh has
-            several dims.
+        Raises:
+            InputError: this process is not in the group, the group was destroyed, or the mesh has several
+                dims.
         """
         if group is None:
             return cls.single(name)

@@ -199,13 +199,17 @@ class RankPool:
     ) -> list[Any] | list[RankOutcome]:
         """Call `fn(context, *args, *per_rank_args[rank])` on every rank and wait for all of them.
 
-        Args: fn: A function that can be imported by name (no lambda, nothing in __main__). world_size: The
-            number of ranks. args: Arguments that every rank gets; pickled, tensors by value. per_rank_args:
-            Further arguments, one sequence a rank. timeout: Seconds for the whole run. grace: Seconds that
-            the other ranks have once one has failed. group_timeout: The timeout of the process group's
-            collectives, in seconds. backend: "gloo", or "nccl" with one GPU a rank. device: Where the ranks
-            compute; None: the GPU for NCCL, the CPU for gloo. Under gloo several ranks may
-                share a GPU.
+        Args:
+            fn: A function that can be imported by name (no lambda, nothing in __main__).
+            world_size: The number of ranks.
+            args: Arguments that every rank gets; pickled, tensors by value.
+            per_rank_args: Further arguments, one sequence a rank.
+            timeout: Seconds for the whole run.
+            grace: Seconds that the other ranks have once one has failed.
+            group_timeout: The timeout of the process group's collectives, in seconds.
+            backend: "gloo", or "nccl" with one GPU a rank.
+            device: Where the ranks compute; None: the GPU for NCCL, the CPU for gloo. Under gloo several
+                ranks may share a GPU.
             expect_errors: Return how every rank ended instead of raising.
 
         Returns:

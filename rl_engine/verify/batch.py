@@ -133,8 +133,9 @@ class LossBatch:
     def load(cls, path: str | Path) -> LossBatch:
         """Read a file that `save` wrote, or another program in the same form.
 
-        Raises: InputError: no such file, no safetensors, another format, or tensors that are missing or do
-            not fit.
+        Raises:
+            InputError: no such file, no safetensors, another format, or tensors that are missing or do not
+                fit.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -216,7 +217,8 @@ class LossBatch:
             raise InputError(
                 f"cannot generate group_sizes {tuple(group_sizes)}, seq_len {seq_len}, "
                 f"vocab_size {vocab_size}, padded_vocab_size {padded_vocab_size}; "
-                f"expected groups of at least 1 sequence, seq_len of at least 4, 16 ≤ vocab_size ≤ padded_vocab_size"
+                f"expected groups of at least 1 sequence, seq_len of at least 4, "
+                f"16 ≤ vocab_size ≤ padded_vocab_size"
             )
         random = np.random.RandomState(seed)
         sequences = sum(group_sizes)

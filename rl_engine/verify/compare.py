@@ -111,14 +111,13 @@ def compare_bits(name: str, actual: Tensor, expected: Tensor) -> TensorCompariso
     histogram = torch.zeros(NUM_BINS, dtype=torch.int64)
     for start, mine, theirs in _chunks(*flat):
         bits, other = _integers(mine), _integers(theirs)
-        unequal = bits != other
-        count = int(unequal.sum())
-        if count == 0:
+        if torch.equal(bits, other):
             histogram[0] += mine.numel()
             continue
+        unequal = bits != other
         if first is None:
             first = start + int(unequal.nonzero()[0, 0])
-        different += count
+        different += int(unequal.sum())
         distance = (_ordered(mine, bits) - _ordered(theirs, other)).abs()
         largest = max(largest, int(distance.max()))
         histogram += torch.bincount(torch.frexp(distance.double()).exponent.long(), minlength=NUM_BINS)[

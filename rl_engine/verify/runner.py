@@ -110,18 +110,25 @@ def verify(
     chosen = _choose_cases(batch, objective, reduction, cases)
     plan = _Plan.make(backend, batch, chosen)
     wanted = list(dict.fromkeys([SINGLE, *layouts]))
-    where, transport = _choose_device(device, max(layout.world_size for layout in wanted))
+    most_ranks = max(layout.world_size for layout in wanted)
+    if pool is not None and pool.max_ranks < most_ranks:
+        raise InputError(
+            f"the layouts need {most_ranks} ranks and the pool has {pool.max_ranks}; "
+            f"pass RankPool({most_ranks}), or none"
+        )
+    where, transport = _choose_device(device, most_ranks)
     started = time.monotonic()
     with ExitStack() as stack:
         directory = tempfile.mkdtemp(prefix="rl_engine_verify_")
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         ranks = pool
         if ranks is None:
-            ranks = stack.enter_context(RankPool(max(layout.world_size for layout in wanted)))
+            ranks = stack.enter_context(RankPool(most_ranks))
         _write(Path(directory) / "logits", batch.logits)
         if batch.ref_logits is not None:
             _write(Path(directory) / "ref_logits", batch.ref_logits)
         reference: _Run | None = None
+        norms: list[float] = []
         reports: list[LayoutReport] = []
         for index, layout in enumerate(wanted):
             if progress is not None:
@@ -136,8 +143,9 @@ def verify(
                 continue
             if reference is None:
                 reference = run.keep()
-                _refuse_nothing(reference, plan.cases)
-            reports.append(_compare(run, reference, job))
+                norms = [_norm(gradient) for gradient in reference.gradients]
+                _refuse_nothing(norms, plan.cases)
+            reports.append(_compare(run, reference, norms, job))
         if progress is not None:
             progress(len(wanted), len(wanted), "done")
     assert reference is not None
@@ -146,7 +154,7 @@ def verify(
         backend=backend,
         backends=reference.backends,
         cases={case.name: f"{case.objective} | {case.reduction}" for case in plan.cases},
-        norms={case.name: norm for case, norm in zip(plan.cases, reference.norms, strict=True)},
+        norms={case.name: norm for case, norm in zip(plan.cases, norms, strict=True)},
         losses={
             case.name: float(outputs["loss"])
             for case, outputs in zip(plan.cases, reference.outputs, strict=True)
@@ -219,7 +227,6 @@ class _Run:
     mismatches: tuple[ReplicaMismatch, ...]
     backends: str
     seconds: float
-    norms: tuple[float, ...]
 
     def keep(self) -> _Run:
         """A copy whose gradients outlive the files."""
@@ -308,7 +315,6 @@ def _run(
         mismatches=_mismatches(reports, job),
         backends=reports[0].backends,
         seconds=time.monotonic() - started,
-        norms=tuple(_norm(gradient) for gradient in gradients),
     )
 
 
@@ -318,8 +324,8 @@ def _norm(gradient: Tensor) -> float:
     return sum(squares) ** 0.5
 
 
-def _refuse_nothing(reference: _Run, cases: Sequence[Case]) -> None:
-    for case, norm in zip(cases, reference.norms, strict=True):
+def _refuse_nothing(norms: Sequence[float], cases: Sequence[Case]) -> None:
+    for case, norm in zip(cases, norms, strict=True):
         if norm == 0.0:
             raise DeterminismError(
                 f"the gradient of case {case.name!r} is all zeros: every layout would agree on nothing; "
@@ -346,15 +352,16 @@ def _mismatches(reports: Sequence[RankReport], job: Job) -> tuple[ReplicaMismatc
     return tuple(found)
 
 
-def _compare(run: _Run, reference: _Run, job: Job) -> LayoutReport:
+def _compare(run: _Run, reference: _Run, norms: Sequence[float], job: Job) -> LayoutReport:
     cases: list[CaseReport] = []
     for index, case in enumerate(job.cases):
         tensors: list[TensorComparison] = [
             compare_bits(name, run.outputs[index][name], expected)
             for name, expected in reference.outputs[index].items()
         ]
-        tensors.append(compare_bits("logits.grad", run.gradients[index], reference.gradients[index]))
-        cases.append(CaseReport(name=case.name, gradient_norm=run.norms[index], tensors=tuple(tensors)))
+        gradient = compare_bits("logits.grad", run.gradients[index], reference.gradients[index])
+        norm = norms[index] if gradient.is_equal else _norm(run.gradients[index])
+        cases.append(CaseReport(name=case.name, gradient_norm=norm, tensors=(*tensors, gradient)))
     return LayoutReport(
         layout=job.layout,
         vocab_bounds=job.vocab_bounds,
