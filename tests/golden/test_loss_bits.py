@@ -24,7 +24,7 @@ from rl_engine.loss.advantages import group_advantages
 from tests.bits import assert_bits_equal
 from tests.numerics.cases import expect
 from tests.oracle import loss as oracle
-from tests.oracle.ieee import fl32
+from tests.oracle.ieee import fl32, mul32
 
 NORMALIZERS = list(TokenNormalizer)
 Rows = list[list[float]]
@@ -50,6 +50,7 @@ def compare(
     ref: Rows | None,
     objective: ObjectiveSpec,
     reduction: LossReductionSpec,
+    upstream: float = 1.0,
 ) -> None:
     expected = oracle.grpo(
         logp,
@@ -75,7 +76,7 @@ def compare(
         objective=objective,
         reduction=reduction,
     )
-    result.loss.backward()
+    (result.loss * upstream).backward()
     assert leaf.grad is not None
     assert_bits_equal(result.policy_loss, expect([expected.policy_loss], "fp32")[0], "policy_loss")
     if ref is not None:
@@ -84,7 +85,7 @@ def compare(
     assert_bits_equal(
         result.per_sequence_policy, expect(expected.per_sequence_policy, "fp32"), "per_sequence_policy"
     )
-    flat = [g for row in expected.grad for g in row]
+    flat = [mul32(fl32(upstream), g) + 0.0 for row in expected.grad for g in row]  # last, and zero is +0
     assert_bits_equal(leaf.grad.flatten(), expect(flat, "fp32"), "gradient")
     assert result.num_guarded_tokens.item() == expected.guarded
     assert result.num_active_tokens.item() == sum(map(sum, mask))
@@ -116,6 +117,7 @@ def test_random_batches(normalizer: TokenNormalizer, estimator: KLEstimator, bet
             ref if beta or round_number % 2 else None,
             objective,
             reduction_of(normalizer),
+            upstream=(1.0, 0.3, 1024.0)[round_number % 3],
         )
 
 

@@ -606,6 +606,20 @@ def test_row_43_overflow_times_zero() -> None:
         assert_bits_equal(far.loss.detach(), near.loss.detach(), "loss")
         assert_bits_equal(far_grad, near_grad, "gradient")
         assert bool(far.kl.isfinite())
+    logps = batch["logps"].clone().requires_grad_()
+    impossible = rl_engine.policy_loss(
+        logps,
+        batch["old"],
+        batch["advantages"],
+        mask=batch["mask"],
+        ref_logps=torch.full_like(batch["ref"], -math.inf),
+        validate=False,
+    )
+    impossible.loss.backward()
+    assert logps.grad is not None
+    assert impossible.kl.item() == math.inf
+    assert_bits_equal(impossible.loss.detach(), near.loss.detach(), "loss beside a KL of inf")
+    assert_bits_equal(logps.grad, near_grad, "gradient beside a KL of inf")
 
 
 @pytest.mark.parametrize("target", [6, 7, 8, 1000, -1, -7])
