@@ -29,7 +29,16 @@ from rl_engine.mesh.pool import RankContext
 from rl_engine.registry import kernel_registry
 from rl_engine.verify.layouts import Layout
 
-__all__ = ["REPLICATED", "Case", "Job", "RankReport", "evaluate_shard", "gradient_path", "map_file"]
+__all__ = [
+    "REPLICATED",
+    "Case",
+    "Job",
+    "RankReport",
+    "contract_of",
+    "evaluate_shard",
+    "gradient_path",
+    "map_file",
+]
 
 
 # The fields of the result that every rank must hold alike, in the order in which a difference is named first.
@@ -148,7 +157,7 @@ def evaluate_shard(context: RankContext, job: Job) -> RankReport:
     outputs: list[dict[str, Tensor]] = []
     backends = ""
     for index, case in enumerate(job.cases):
-        contract = _contract(job, case, mesh.tp.rank, mesh.dp.rank, slots)
+        contract = contract_of(job, case, mesh.tp.rank, mesh.dp.rank, slots)
         op = kernel_registry.get_loss_op(contract, job.loss_backend, device=context.device).op
         policy.grad = None
         result = op.apply(
@@ -174,7 +183,8 @@ def evaluate_shard(context: RankContext, job: Job) -> RankReport:
     return RankReport(outputs=tuple(outputs), backends=backends)
 
 
-def _contract(job: Job, case: Case, tp_rank: int, dp_rank: int, slots: int) -> GRPOLossContract:
+def contract_of(job: Job, case: Case, tp_rank: int, dp_rank: int, slots: int) -> GRPOLossContract:
+    """The contract of one rank, whose sequences have so many slots."""
     return GRPOLossContract(
         LogprobContract(
             role=LogprobRole.TRAIN,

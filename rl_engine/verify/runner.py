@@ -35,10 +35,19 @@ from rl_engine.contracts import (
 )
 from rl_engine.errors import DeterminismError, InputError
 from rl_engine.mesh.pool import RankPool, RankPoolError
+from rl_engine.registry import kernel_registry
 from rl_engine.verify.batch import LossBatch
 from rl_engine.verify.compare import TensorComparison, compare_bits, is_same_bits
 from rl_engine.verify.layouts import SINGLE, Layout
-from rl_engine.verify.ranks import Case, Job, RankReport, evaluate_shard, gradient_path, map_file
+from rl_engine.verify.ranks import (
+    Case,
+    Job,
+    RankReport,
+    contract_of,
+    evaluate_shard,
+    gradient_path,
+    map_file,
+)
 from rl_engine.verify.report import CaseReport, LayoutReport, ReplicaMismatch, VerifyReport, describe_machine
 
 __all__ = ["default_cases", "verify"]
@@ -105,6 +114,7 @@ def verify(
         DeterminismError: the gradient of the reference is all zeros or not finite, so that nothing can be
             proven.
         InputError: arguments that do not go together.
+        RLEngineError: no backend can serve the contract, or there is none of that name.
         RankPoolError: the reference itself fails.
     """
     chosen = _choose_cases(batch, objective, reduction, cases)
@@ -124,6 +134,7 @@ def verify(
         ranks = pool
         if ranks is None:
             ranks = stack.enter_context(RankPool(most_ranks))
+        _require_backends(plan.job(batch, SINGLE, directory, uneven=uneven), where)
         _write(Path(directory) / "logits", batch.logits)
         if batch.ref_logits is not None:
             _write(Path(directory) / "ref_logits", batch.ref_logits)
@@ -278,6 +289,20 @@ def _choose_device(
     if device == "cpu" or (device == "auto" and gpus < most_ranks):
         return "cpu", "gloo"
     return "cuda", "nccl" if gpus >= most_ranks else "gloo"
+
+
+def _require_backends(job: Job, device: str) -> None:
+    """Raise before any rank is started where nobody can serve the contract; loads nothing otherwise."""
+    for case in job.cases:
+        contract = contract_of(job, case, 0, 0, job.shape[1])
+        found = kernel_registry.explain(
+            contract.logprob, device=device, requested_backend=job.logprob_backend
+        )
+        if found.selected_backend is None:
+            kernel_registry.get_logprob_op(contract.logprob, job.logprob_backend, device)
+        found = kernel_registry.explain(contract, device=device, requested_backend=job.loss_backend)
+        if found.selected_backend is None:
+            kernel_registry.get_loss_op(contract, job.loss_backend, device)
 
 
 def _write(path: Path, tensor: Tensor) -> None:

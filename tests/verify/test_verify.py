@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from rl_engine.contracts import LossReductionSpec, ObjectiveSpec
-from rl_engine.errors import DeterminismError, InputError
+from rl_engine.errors import ContractError, DeterminismError, InputError
 from rl_engine.mesh.pool import RankPool, RankPoolError
 from rl_engine.verify import Case, Layout, LossBatch, VerifyReport, default_cases, layout_matrix, verify
 
@@ -203,7 +203,7 @@ def test_arguments_that_do_not_go_together(batch: LossBatch, pool: RankPool) -> 
         InputError, match=r"the layouts need 20 ranks and the pool has 16; pass RankPool\(20\)"
     ):
         verify(batch, [Layout(5, 4)], pool=pool)
-    with pytest.raises(RankPoolError, match="no_such_backend"):
+    with pytest.raises(ContractError, match="no_such_backend"):
         verify(batch, [], backend="no_such_backend", pool=pool)
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="device is 'cuda' and this machine has no GPU"):
