@@ -223,7 +223,7 @@ def test_near_float64(dtype: torch.dtype, temperature: float) -> None:
 
 
 def test_a_row_does_not_know_the_others() -> None:
-    """Any number of rows, and chunks of rows, give a row the same bits."""
+    """Any number of rows gives a row the same bits."""
     logits, targets = batch(11)
     whole = run(logits, targets)
     grads = (torch.linspace(-1, 1.5, 11), torch.linspace(2, -1, 11))
@@ -250,13 +250,15 @@ def test_real_widths() -> None:
     assert_bits_equal(whole["logp"][3:4], expect([closed.logp], "fp32"), "logp")
 
 
-def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block", [1, 17, PADDED, 3 * PADDED])
+def test_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """However much is worked at once: single tiles, parts of a row, several rows."""
     logits, targets = batch(11)
     whole = run(logits, targets)
-    monkeypatch.setattr("rl_engine.logprob.tiled._CHUNK_ELEMENTS", 3 * PADDED)
-    chunked = run(logits, targets)
+    monkeypatch.setattr("rl_engine.logprob.tiled._CPU_BLOCK", block)
+    cut = run(logits, targets)
     for name in ("logp", "lse", "grad"):
-        assert_bits_equal(chunked[name], whole[name], name)
+        assert_bits_equal(cut[name], whole[name], name)
 
 
 def test_logits_are_not_modified_and_strides_do_not_matter() -> None:
