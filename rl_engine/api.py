@@ -32,6 +32,7 @@ from rl_engine.contracts import (
     LossShardingSpec,
     ObjectiveSpec,
     ShardingSpec,
+    TokenNormalizer,
 )
 from rl_engine.errors import AgreementError, InputError
 from rl_engine.logprob.op import VocabParallelLogprobOp
@@ -44,7 +45,7 @@ from rl_engine.loss.evaluate import (
     policy_loss_from_logps,
     report_problems,
 )
-from rl_engine.loss.grpo import DistributedGRPOLossOp, check_sequences, check_tokens, split_advantages
+from rl_engine.loss.grpo import DistributedGRPOLossOp, check_sequences, check_tokens, per_token
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
 from rl_engine.mesh import Axis, Claim, gather_json, guard, preflight_mesh
 
@@ -216,11 +217,14 @@ def grpo_loss(
     told: dict[str, object] = {}
     flat = ids = active = torch.empty(0)
     flat_advantages: Tensor | None = None
+    by_name: Tensor | None = None
     batch = 0
     try:
         flat, ids, rows = _flatten(logits, targets)
         per_sequence = rewards if rewards is not None else advantages
         batch = _sequences_of(ids, per_sequence) if rows is None else rows
+        if rows is None and rewards is None and batch > 1 and batch == len(ids):
+            _refuse_unknown_sequences(reduction)
         if (rewards is None) and (group_ids is not None or group_boundaries is not None):
             raise InputError(
                 "groups were given without rewards; pass rewards=, or drop the groups next to advantages="
@@ -273,8 +277,8 @@ def grpo_loss(
         if group_ids is not None:
             rewards_all = [float(r) for t in told_by_rank for r in t["rewards"]]
             all_names = [name for t in told_by_rank for name in t["groups"]]
-            every = _advantages_by_name(rewards_all, all_names, objective)
-            flat_advantages, rewards = every[first : first + batch].to(flat.device), None
+            by_name = _advantages_by_name(rewards_all, all_names, objective).to(flat.device)
+            flat_advantages, rewards = by_name[first : first + batch], None
         contract = GRPOLossContract(
             _logprob_contract(
                 LogitsDtype.parse(logits.dtype),
@@ -300,7 +304,7 @@ def grpo_loss(
     except Exception as caught:  # noqa: BLE001
         # The TP siblings may have passed the gather: they hear of it in the op's preflight.
         _fail_together(caught, tp, dp, validate=validate)
-    return DistributedGRPOLossOp().apply(
+    result = DistributedGRPOLossOp().apply(
         flat,
         ids,
         old_logps.reshape(-1),
@@ -314,6 +318,7 @@ def grpo_loss(
         dp_group=dp_group,
         validate=validate,
     )
+    return result if by_name is None else dataclasses.replace(result, advantages=by_name)
 
 
 def policy_loss(
@@ -384,12 +389,11 @@ def policy_loss(
             "objective": json.dumps(objective.to_dict()),
             "reduction": json.dumps(reduction.to_dict()),
             "reference": ref_logps is not None,
-            "per_token": tuple(advantages.shape) != (b,),
         }
     except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
         error = caught
     told_by_rank = gather_json(dp, told, error=error, kind="policy_loss")
-    _check_told_alike(told_by_rank, ("objective", "reduction", "reference", "per_token"), dp)
+    _check_told_alike(told_by_rank, ("objective", "reduction", "reference"), dp)
     counts = [int(t["sequences"]) for t in told_by_rank]
     b, t = logps.shape
     first, total = sum(counts[: dp.rank]), sum(counts)
@@ -402,20 +406,20 @@ def policy_loss(
         first_sequence=first,
         num_sequences=total,
     )
-    per_sequence, per_token = split_advantages(None, values, b, logps.device)
+    token_advantages = per_token(values, batch)
     reference = None if ref is None else ref.detach()
     flat_logps = logps.reshape(-1)
     arithmetic = ExactArithmetic()
     with guard(dp):
-        gathered = gather_sequences(per_sequence, batch, dp)
+        gathered = gather_sequences(None, batch, dp)
         evaluated = policy_loss_from_logps(
             flat_logps,
             batch,
             gathered,
-            per_token,
+            token_advantages,
             reference,
             None,
-            boundaries=None,
+            boundaries=(0, total),
             objective=objective,
             reduction=reduction,
             arithmetic=arithmetic,
@@ -428,7 +432,6 @@ def policy_loss(
         evaluated,
         gathered,
         lambda: explain_values(flat_logps.detach(), batch, reference, evaluated.token_advantages),
-        what="advantage",
         reduction=reduction,
         validate=validate,
         axes=(dp,),
@@ -495,6 +498,16 @@ def _sequences_of(ids: Tensor, per_sequence: Tensor | None) -> int:
             f"{_shape(per_sequence)}; pass [B, T, V] logits, or [B] rewards"
         )
     return len(per_sequence)
+
+
+def _refuse_unknown_sequences(reduction: LossReductionSpec) -> None:
+    """Flat logits with an advantage per token do not say which tokens form a sequence."""
+    per_sequence = (TokenNormalizer.PER_SEQUENCE_THEN_MEAN, TokenNormalizer.PER_SEQUENCE_THEN_MEAN_ALL)
+    if reduction.token_normalizer in per_sequence:
+        raise InputError(
+            f"flat logits with one advantage per token do not say where sequences begin, which "
+            f"{reduction.token_normalizer} needs; pass [B, T, V] logits, or [B] advantages"
+        )
 
 
 def _flat_mask(mask: Tensor, like: Tensor, *, validate: bool) -> Tensor:

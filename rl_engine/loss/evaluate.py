@@ -2,9 +2,8 @@
 
 Steps, on every rank, after the callers' checks and preflight:
 
-1. one all-reduce(SUM) of int64 over DP: rewards (or advantages) by bit pattern at their global place,
-   active-token counts.
-2. advantages of every group, on every rank.
+1. one all-reduce(SUM) of int64 over DP: rewards by bit pattern at their global place, active-token counts.
+2. advantages of every group, on every rank; advantages that were given stay where they are.
 3. token terms and their gradient weights; no communication.
 4. one all-reduce(SUM) of int64 over DP: the exact sums, with the count of ranks that found a problem in
    their values.
@@ -56,19 +55,19 @@ class GatheredSequences:
     """What every rank knows of every sequence.
 
     Attributes:
-        values: [S] fp32, the rewards or advantages that were gathered.
+        rewards: [S] fp32, zeros where advantages were given instead.
         active_tokens: [S] int64.
     """
 
-    values: Tensor
+    rewards: Tensor
     active_tokens: Tensor
 
 
-def gather_sequences(values: Tensor, batch: LossBatch, dp: Axis) -> GatheredSequences:
-    """Step 1: replicate per-sequence values and active-token counts. One collective over DP.
+def gather_sequences(rewards: Tensor | None, batch: LossBatch, dp: Axis) -> GatheredSequences:
+    """Step 1: replicate rewards and active-token counts. One collective over DP.
 
     Args:
-        values: [S_local] fp32 of this rank's sequences.
+        rewards: [S_local] fp32 of this rank's sequences, None where advantages were given.
         batch: This rank's tokens.
         dp: The DP axis.
 
@@ -76,7 +75,8 @@ def gather_sequences(values: Tensor, batch: LossBatch, dp: Axis) -> GatheredSequ
         The same on every rank.
     """
     table = torch.zeros(2, batch.num_sequences, dtype=torch.int64, device=batch.active.device)
-    table[0, batch.first_sequence : batch.first_sequence + len(values)] = fp32_bits(values)
+    if rewards is not None:
+        table[0, batch.first_sequence : batch.first_sequence + len(rewards)] = fp32_bits(rewards)
     table[1].scatter_add_(0, batch.sequence, batch.active.to(torch.int64))
     table = all_reduce_sum(dp, table)
     return GatheredSequences(from_fp32_bits(table[0]), table[1])
@@ -100,7 +100,7 @@ def policy_loss_from_logps(
     ref: Tensor | None,
     extra_problem: Tensor | None,
     *,
-    boundaries: tuple[int, ...] | None,
+    boundaries: tuple[int, ...],
     objective: ObjectiveSpec,
     reduction: LossReductionSpec,
     arithmetic: LossArithmetic,
@@ -113,10 +113,10 @@ def policy_loss_from_logps(
         logp: [N] fp32 live log-probs, differentiable.
         batch: This rank's tokens.
         gathered: From :func:`gather_sequences`.
-        token_advantages: [N] fp32 advantages per token, instead of the gathered ones.
+        token_advantages: [N] fp32 advantages that were given, None to compute them from the rewards.
         ref: [N] fp32 reference log-probs.
         extra_problem: 0-dim bool of the logprob calls.
-        boundaries: Group offsets where `gathered.values` are rewards; None where they are advantages.
+        boundaries: Group offsets of the rewards.
         objective: The formula.
         reduction: The normaliser.
         arithmetic: Exact or naive.
@@ -129,9 +129,7 @@ def policy_loss_from_logps(
     counts = gathered.active_tokens
     advantages = None
     if token_advantages is None:
-        advantages = gathered.values
-        if boundaries is not None:
-            advantages = arithmetic.group_advantages(gathered.values, boundaries, objective.advantage)
+        advantages = arithmetic.group_advantages(gathered.rewards, boundaries, objective.advantage)
         token_advantages = advantages[batch.sequence]
     live = logp.detach()
     terms = arithmetic.token_terms(live, batch.old, token_advantages, ref, batch.active, objective)
@@ -170,7 +168,6 @@ def report_problems(
     gathered: GatheredSequences,
     explain_local: Callable[[], RLEngineError | None],
     *,
-    what: str,
     reduction: LossReductionSpec,
     validate: bool,
     axes: tuple[Axis, ...],
@@ -179,10 +176,9 @@ def report_problems(
 
     Args:
         evaluated: From :func:`policy_loss_from_logps`.
-        gathered: The replicated values.
+        gathered: The replicated rewards.
         explain_local: Finds the error of this rank, if it has one; called on every rank once any has a
             problem.
-        what: What the gathered values are, for the message: "reward" or "advantage".
         reduction: For `on_empty`.
         validate: Whether to look at values at all.
         axes: TP, then DP.
@@ -194,27 +190,26 @@ def report_problems(
     must_have_tokens = reduction.on_empty is OnEmpty.ERROR
     if not (validate or must_have_tokens):
         return
-    bad_values = ~gathered.values.isfinite()
-    flags = [evaluated.sums.extra[0], bad_values.sum(), evaluated.result.num_active_tokens]
+    bad_rewards = ~gathered.rewards.isfinite()
+    flags = [evaluated.sums.extra[0], bad_rewards.sum(), evaluated.result.num_active_tokens]
     read = cast("list[int]", torch.stack(flags).tolist())
-    num_problems, num_bad_values, num_active = read
+    num_problems, num_bad_rewards, num_active = read
     error: RLEngineError | None = None
-    if validate and num_bad_values:
-        i = int(bad_values.nonzero()[0, 0])
+    if validate and num_bad_rewards:
+        i = int(bad_rewards.nonzero()[0, 0])
         error = InputError(
-            f"{what} of sequence {i} is {float(gathered.values[i])}, expected a finite number; look at the "
-            f"reward function, "
-            "or drop the sequence from the batch"
+            f"reward of sequence {i} is {float(gathered.rewards[i])}, expected a finite number; look at the "
+            f"reward function, or drop the sequence from the batch"
         )
     if validate and num_problems:
         # Where TP siblings hold other data, each of them counts a problem: so every rank of the mesh comes
-        # here, although only some may see a bad value or an empty batch.
+        # here, although only some may see a bad reward or an empty batch.
         if error is None and bool(evaluated.local_problem):
             error = explain_local()
             assert error is not None
         claims = [Claim(axis=axis, fingerprint="values", facts={}) for axis in axes]
         preflight_mesh(claims, error=error)
-    if error is not None:  # without a problem the values are those of every rank
+    if error is not None:  # without a problem the rewards are those of every rank
         raise error
     if must_have_tokens and num_active == 0:
         raise InputError(

@@ -181,17 +181,18 @@ class DistributedGRPOLossOp:
             first_sequence=sharding.local_sequence_start,
             num_sequences=sharding.num_sequences,
         )
-        per_sequence, per_token = split_advantages(rewards, advantages, sharding.num_local_sequences, device)
+        own_rewards = None if rewards is None else rewards.detach().to(device).float()
+        own_advantages = None if advantages is None else per_token(advantages, batch)
         ref = None if ref_logps is None else ref_logps.detach()
         with guard(tp, dp):
-            gathered = gather_sequences(per_sequence, batch, dp)
+            gathered = gather_sequences(own_rewards, batch, dp)
             calls = self._logprobs(
                 policy_local_logits,
                 ref_local_logits,
                 action_ids,
                 batch,
-                per_sequence,
-                per_token,
+                own_rewards,
+                own_advantages,
                 ref,
                 contract,
                 logprob_op,
@@ -205,10 +206,10 @@ class DistributedGRPOLossOp:
                 calls[0].logp,
                 batch,
                 gathered,
-                per_token,
+                own_advantages,
                 ref,
                 torch.stack(flags).any(),
-                boundaries=sharding.group_boundaries if rewards is not None else None,
+                boundaries=sharding.group_boundaries,
                 objective=contract.objective,
                 reduction=contract.reduction,
                 arithmetic=self.arithmetic,
@@ -227,7 +228,6 @@ class DistributedGRPOLossOp:
             evaluated,
             gathered,
             explain_local,
-            what="reward" if rewards is not None else "advantage",
             reduction=contract.reduction,
             validate=validate,
             axes=(tp, dp),
@@ -240,8 +240,8 @@ class DistributedGRPOLossOp:
         ref_logits: Tensor | None,
         action_ids: Tensor,
         batch: LossBatch,
-        per_sequence: Tensor,
-        per_token: Tensor | None,
+        rewards: Tensor | None,
+        advantages: Tensor | None,
         ref: Tensor | None,
         contract: GRPOLossContract,
         op: VocabParallelLogprobOp,
@@ -251,8 +251,9 @@ class DistributedGRPOLossOp:
         """The policy's call, and the reference's where logits are given."""
         data = None
         if validate and tp.size > 1:
-            masked = [torch.where(batch.active, v, 0.0) for v in (batch.old, ref, per_token) if v is not None]
-            data = bit_checksum(torch.cat([*masked, per_sequence]))
+            per_row = [v for v in (batch.old, ref, advantages) if v is not None]
+            masked = [torch.where(batch.active, v, 0.0) for v in per_row]
+            data = bit_checksum(torch.cat(masked if rewards is None else [*masked, rewards]))
         calls = [
             op.compute(
                 policy_logits, action_ids, contract.logprob, batch.active, tp, validate=validate, data=data
@@ -389,16 +390,12 @@ def check_sequences(n: int, num_local: int, rewards: Tensor | None, advantages: 
         raise InputError(f"{name} is {values.dtype}, expected a real number per sequence; use .float()")
 
 
-def split_advantages(
-    rewards: Tensor | None, advantages: Tensor | None, num_local: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Per-sequence values [S_local] fp32 (zeros where not given), per-token advantages [N] fp32 or None."""
-    values = rewards if rewards is not None else advantages
-    assert values is not None
-    values = values.detach().to(device).float()
-    if rewards is None and values.shape != (num_local,):
-        return torch.zeros(num_local, device=device), values
-    return values, None
+def per_token(advantages: Tensor, batch: LossBatch) -> Tensor:
+    """[N] fp32 constants from checked advantages, [S_local] or [N]."""
+    values = advantages.detach().to(batch.active.device).float()
+    if values.shape == batch.sequence.shape:
+        return values
+    return values[batch.sequence - batch.first_sequence]
 
 
 def load_exact() -> DistributedGRPOLossOp:

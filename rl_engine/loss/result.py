@@ -65,7 +65,7 @@ class GRPOLossResult:
         loss: 0-dim fp32; the only field that is differentiable. Its gradient is that of the global loss.
         policy_loss: 0-dim fp32, the normalised surrogate; detached.
         kl: 0-dim fp32, the normalised KL to the reference; 0 where no reference was given; detached.
-        advantages: [S] fp32, or None where advantages were given per token.
+        advantages: [S] fp32 of the groups' rewards; None where advantages were given.
         per_sequence_policy: [S] fp32, the surrogate summed over each sequence's active tokens.
         per_sequence_kl: [S] fp32, likewise.
         per_sequence_active_tokens: [S] int64.
