@@ -23,10 +23,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 _PIPED_WIDTH = 120  # without a terminal there is no width to ask for, and 80 cuts the tables
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console for stdout, or for progress and notes on stderr."""
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Return a console for stdout, or for progress and notes on stderr; a quiet one prints nothing."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _PIPED_WIDTH, highlight=False)
+    width = None if stream.isatty() else _PIPED_WIDTH
+    return Console(stderr=stderr, quiet=quiet, width=width, highlight=False)
 
 
 def emit_json(data: object) -> None:

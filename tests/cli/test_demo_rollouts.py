@@ -144,12 +144,29 @@ def test_the_mask_ends_with_the_first_end(policy: Policy) -> None:
 @torch.no_grad()
 def test_old_logps_are_those_of_a_whole_forward(policy: Policy) -> None:
     rollouts = sample(policy)
-    logits = policy.completion_logits(
-        rollouts.input_ids, rollouts.attention_mask, num_completion=rollouts.completion_mask.shape[1]
-    )
-    logps = logits.log_softmax(-1).gather(-1, rollouts.completion_ids[..., None])[..., 0]
+    logps = rollouts.logits(policy).log_softmax(-1).gather(-1, rollouts.completion_ids[..., None])[..., 0]
     # The cached and the whole forward add in different orders; 30 ulp at 1 is ample for two tiny layers.
     assert float(((logps - rollouts.old_logps) * rollouts.completion_mask).abs().max()) < 4e-6
+
+
+def test_logits_and_their_gradient_are_those_of_whole_sequences(policy: Policy) -> None:
+    rollouts = sample(policy)
+    length = rollouts.completion_mask.shape[1]
+    positions = (rollouts.attention_mask.cumsum(-1) - 1).clamp_min(0)
+    whole = policy.model(
+        input_ids=rollouts.input_ids, attention_mask=rollouts.attention_mask, position_ids=positions
+    ).logits[:, -length - 1 : -1]
+    gradients: list[list[torch.Tensor]] = []
+    for logits in (whole, rollouts.logits(policy)):
+        kept = logits[rollouts.completion_mask]
+        policy.model.zero_grad()
+        kept.square().mean().backward()
+        gradients.append([weight.grad.clone() for weight in policy.model.parameters()])
+    # matrix products of other shapes round differently: 1e-5 of the largest value is ample for two layers
+    difference = (whole - rollouts.logits(policy)).detach()[rollouts.completion_mask].abs().max()
+    assert float(difference) < 1e-5 * float(whole.detach().abs().max())
+    for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max()) + 1e-9
 
 
 def test_the_policy_gradient_is_not_zero(policy: Policy) -> None:

@@ -1,6 +1,6 @@
 """The demo's policy: SmolLM2-135M-Instruct, read from the Python package that carries its weights.
 
-Letters: B sequences, T padded tokens, C completion tokens, V vocabulary.
+Letters: G prompts of P padded tokens, K completions of each with C padded tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -59,29 +59,50 @@ class Policy:
         """Return the text of completion ids [C], without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True)).strip()
 
-    def completion_logits(self, input_ids: Tensor, attention_mask: Tensor, *, num_completion: int) -> Tensor:
-        """Return the logits that predict the last `num_completion` tokens of each sequence.
+    def completion_logits(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+    ) -> Tensor:
+        """Return the logits that predict the completions, differentiable in the weights.
+
+        A prompt is read once for all of its completions: its keys and values are repeated, and gradients flow
+        back through them.
 
         Args:
-            input_ids: Left-padded prompts followed by completions, [B, T] int64.
-            attention_mask: 1 on tokens, 0 on padding, [B, T] int64.
-            num_completion: C, the padded length of the completions.
+            prompt_ids: Left-padded prompts, [G, P] int64.
+            prompt_mask: 1 on tokens, 0 on padding, [G, P] int64.
+            completion_ids: Right-padded completions, those of a prompt next to each other, [G·K, C] int64.
+            completion_mask: True on their tokens, [G·K, C] bool.
 
         Returns:
-            fp32 logits [B, C, V]; row c predicts token T − C + c.
+            fp32 logits [G·K, C, V]; row c predicts completion token c.
         """
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids(attention_mask),
-            logits_to_keep=num_completion + 1,
-            use_cache=False,
-        )
-        return output.logits[:, :-1]
+        from transformers import DynamicCache
+
+        samples = completion_ids.shape[0] // prompt_ids.shape[0]
+        cache = DynamicCache(config=self.model.config)
+        first = self.model(
+            input_ids=prompt_ids,
+            attention_mask=prompt_mask,
+            position_ids=position_ids(prompt_mask),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits.repeat_interleave(samples, 0)
+        cache.batch_repeat_interleave(samples)
+        mask = torch.cat([prompt_mask.repeat_interleave(samples, 0), completion_mask[:, :-1].long()], 1)
+        inputs = completion_ids[:, :-1]
+        rest = self.model(
+            input_ids=inputs,
+            attention_mask=mask,
+            position_ids=position_ids(mask)[:, -inputs.shape[1] :],
+            cache=cache,
+            use_cache=True,
+        ).logits
+        return torch.cat([first, rest], 1)
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Return positions [B, T] that start at 0 on the first token which is not padding."""
+    """Return positions, shaped like the mask, that start at 0 on the first token which is not padding."""
     return (attention_mask.cumsum(-1) - 1).clamp_min(0)
 
 

@@ -90,6 +90,20 @@ class Rollouts:
             for index in range(bounds[group], bounds[group + 1])
         ]
 
+    def logits(self, policy: Policy) -> Tensor:
+        """Return a policy's fp32 logits [B, C, V] that predict the completions.
+
+        Groups must have one size; every prompt is read once.
+        """
+        length = self.completion_mask.shape[1]
+        prompts = self.group_boundaries[:-1]
+        return policy.completion_logits(
+            self.input_ids[prompts, :-length],
+            self.attention_mask[prompts, :-length],
+            self.completion_ids,
+            self.completion_mask,
+        )
+
     def save(self, path: Path) -> None:
         """Write the tensors, and the texts as metadata, to a safetensors file."""
         metadata = {"prompts": json.dumps(self.prompts), "completions": json.dumps(self.completions)}

@@ -52,11 +52,8 @@ def policy_gradient(policy: Policy, rollouts: Rollouts) -> GRPOLossResult:
     Returns:
         The result of `rl_engine.grpo_loss`.
     """
-    logits = policy.completion_logits(
-        rollouts.input_ids, rollouts.attention_mask, num_completion=rollouts.completion_mask.shape[1]
-    )
     result = grpo_loss(
-        logits,
+        rollouts.logits(policy),
         rollouts.completion_ids,
         rollouts.old_logps,
         rollouts.rewards,
