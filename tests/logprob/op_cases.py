@@ -165,7 +165,7 @@ def oracle(case: Case) -> Answer:
         logp.append(closed.logp if active else 0.0)
         lse.append(row_lse)
         entropy.append((closed.entropy or 0.0) if active else 0.0)
-        a = mul32(a, inv_t) if active else 0.0
+        a, b = (mul32(a, inv_t) if active else 0.0), mul32(b, inv_t)
         h = mul32(h, inv_t) if active and case.entropy else 0.0
         if a != 0.0 and not closed.owned:
             a = NAN
@@ -177,7 +177,7 @@ def oracle(case: Case) -> Answer:
                 target,
                 lse2=closed.lse2,
                 a=a,
-                b=mul32(b, inv_t),
+                b=b,
                 h=h,
                 entropy=entropy[-1],
                 scale=scale,
