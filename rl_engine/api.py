@@ -245,8 +245,7 @@ def grpo_loss(
                 f"ref_logits must be a tensor {list(logits.shape)} like logits, got {_shape(ref_logits)}"
             )
         flat_advantages = _flat_advantages(advantages, targets, batch)
-        if rewards is not None:
-            check_sequences(ids.shape[0], batch, rewards, None)
+        check_sequences(ids.shape[0], batch, rewards, flat_advantages)
         active = _flat_mask(mask, targets, validate=validate)
         names = _group_names(group_ids, batch)
         source = "advantages="
@@ -431,7 +430,15 @@ def policy_loss(
     report_problems(
         evaluated,
         gathered,
-        lambda: explain_values(flat_logps.detach(), batch, reference, evaluated.token_advantages),
+        lambda: explain_values(
+            batch,
+            [
+                ("old_logps", batch.old),
+                ("ref_logps", reference),
+                ("advantages", token_advantages),
+                ("policy logps", flat_logps.detach()),
+            ],
+        ),
         reduction=reduction,
         validate=validate,
         axes=(dp,),
@@ -478,6 +485,8 @@ def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int | Non
             f"{list(logits.shape)} and "
             f"{list(targets.shape)}; next_token_targets shifts ids and mask to match logits[:, :-1]"
         )
+    if logits.shape[-1] == 0:
+        raise InputError("logits have no columns; use the ops with a contract for shards that are empty")
     batch = logits.shape[0] if logits.dim() == 3 else None
     return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), batch
 

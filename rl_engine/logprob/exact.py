@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_engine.contracts import Transport
+from rl_engine.contracts import LogprobContract, MergeKind, Transport
 from rl_engine.logprob.inputs import Rows
 from rl_engine.logprob.op import ClosedCall, VocabParallelLogprobOp
+from rl_engine.logprob.refusals import require_merge
 from rl_engine.mesh import Axis, all_gather_rows, all_reduce_max, all_reduce_sum
 from rl_engine.numerics import constants as C
 from rl_engine.numerics.words import ClosedRows, close_rows, merge, raise_exponent
@@ -214,6 +215,11 @@ class ExactBackend:
     def __init__(self, backend_id: str, tier: WordTier) -> None:
         self.backend_id = backend_id
         self.tier = tier
+
+    def check(self, contract: LogprobContract) -> None:
+        """Raise InputError where the contract asks for another merge."""
+        build = "ReductionSpec.exact()"
+        require_merge(contract, self.backend_id, MergeKind.EXACT_WORDS, build=build, entropy=True)
 
     def rows(self, rows: Rows) -> ClosedCall:
         """Forward over checked rows, differentiable; one exchange over TP, none in backward."""

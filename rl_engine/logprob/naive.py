@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_engine.contracts import MergeKind
+from rl_engine.contracts import LogprobContract, MergeKind
 from rl_engine.logprob.inputs import Rows
 from rl_engine.logprob.op import ClosedCall, VocabParallelLogprobOp
 from rl_engine.logprob.refusals import require_merge
@@ -84,14 +84,12 @@ class NaiveBackend:
     backend_id = "naive_torch"
     numerics_id = "none"
 
-    def rows(self, rows: Rows) -> ClosedCall:
-        """Forward over checked rows, differentiable; all-reduces over TP, no collective in backward.
+    def check(self, contract: LogprobContract) -> None:
+        """Raise InputError where the contract asks for another merge, or for the entropy."""
+        require_merge(contract, self.backend_id, MergeKind.SHARD_LSE, build="ReductionSpec.naive()")
 
-        Raises:
-            InputError: the contract asks for another merge, or for the entropy; on every rank.
-        """
-        merge, build = MergeKind.SHARD_LSE, "ReductionSpec.naive()"
-        require_merge(rows.contract, self.backend_id, merge, build=build)
+    def rows(self, rows: Rows) -> ClosedCall:
+        """Forward over checked rows, differentiable; all-reduces over TP, no collective in backward."""
         function = cast(Any, _NaiveRows)
         logp, lse, good, owned = function.apply(rows.logits, rows)
         agree = None

@@ -64,6 +64,10 @@ class LogprobBackend(Protocol):
     backend_id: str
     numerics_id: str
 
+    def check(self, contract: LogprobContract) -> None:
+        """Raise InputError where the backend computes something else than the contract asks."""
+        ...
+
     def rows(self, rows: Rows) -> ClosedCall:
         """Forward over checked rows, differentiable in `rows.logits`."""
         ...
@@ -86,6 +90,10 @@ def find_problem(
         a +inf, nothing finite, or a target outside the real vocabulary; None where all is well.
     """
     if call.agree is not None and not bool(call.agree):
+        outside = (target_ids < 0) | (target_ids >= contract.sharding.real_vocab_size)
+        stray = (active & outside).nonzero()[:, 0]
+        if len(stray):  # the siblings can only be told that this rank differs
+            return _stray_target(int(stray[0]), len(stray), target_ids, contract)
         return AgreementError(
             "the ranks of the tp group were given different tokens, masks or per-token data for the same "
             "rows; every rank of a "
@@ -94,19 +102,24 @@ def find_problem(
     bad = cast("list[int]", (active & ~(call.good & call.owned)).nonzero()[:, 0].tolist())
     if not bad:
         return None
-    row, real = bad[0], contract.sharding.real_vocab_size
-    others = f" ({len(bad)} such rows)" if len(bad) > 1 else ""
+    row = bad[0]
     if not bool(call.owned[row]):
-        return InputError(
-            f"row {row}{others}: target {int(target_ids[row])} lies outside the real vocabulary [0, "
-            f"{real}); mask the row "
-            f"out, or give it the ignore index {contract.resolved_ignore_index} where no mask is passed"
-        )
+        return _stray_target(row, len(bad), target_ids, contract)
+    others = f" ({len(bad)} such rows)" if len(bad) > 1 else ""
     whose = f"{name} logits" if name else "logits"
     return InputError(
         f"row {row}{others}: the {whose} hold a NaN or +inf, nothing but −inf, or values beyond ±1.4e6·T, "
         f"so that no "
         "log-probability exists; mask the row out, or look for the overflow in the model"
+    )
+
+
+def _stray_target(row: int, count: int, target_ids: Tensor, contract: LogprobContract) -> InputError:
+    others = f" ({count} such rows)" if count > 1 else ""
+    return InputError(
+        f"row {row}{others}: target {int(target_ids[row])} lies outside the real vocabulary [0, "
+        f"{contract.sharding.real_vocab_size}); mask the row "
+        f"out, or give it the ignore index {contract.resolved_ignore_index} where no mask is passed"
     )
 
 
@@ -188,6 +201,8 @@ class VocabParallelLogprobOp:
             contract = replace_tiles(contract, num_vocab_tiles)
             op = self.resolve(contract, local_logits)
             check_inputs(local_logits, target_ids, contract, mask, axis)
+            assert op.backend is not None
+            op.backend.check(contract)
             active = active_rows(target_ids, contract, mask, self._masks, validate=validate)
         except Exception as caught:  # noqa: BLE001  whatever it is, the other ranks must hear of it
             error = caught

@@ -326,12 +326,12 @@ class TiledBackend:
     backend_id = "tiled_torch"
     numerics_id = "tiled-fp32/1"
 
-    def rows(self, rows: Rows) -> ClosedCall:
-        """Forward over checked rows, differentiable; one all-gather over TP, no collective in backward.
+    def check(self, contract: LogprobContract) -> None:
+        """Raise InputError where the contract asks for something else, or the tiles do not fit it."""
+        Tiling.of(contract)
 
-        Raises:
-            InputError: the contract cannot be served by tiles; on every rank.
-        """
+    def rows(self, rows: Rows) -> ClosedCall:
+        """Forward over checked rows, differentiable; one all-gather over TP, no collective in backward."""
         function = cast(Any, _TiledRows)
         logp, lse, good, owned, agree = function.apply(rows.logits, rows, Tiling.of(rows.contract))
         return ClosedCall(logp, lse, None, good, owned, agree)

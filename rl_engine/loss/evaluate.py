@@ -14,7 +14,7 @@ Shapes: N local tokens, S sequences of the whole batch, S_local of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -219,16 +219,13 @@ def report_problems(
         )
 
 
-def explain_values(
-    logp: Tensor, batch: LossBatch, ref: Tensor | None, token_advantages: Tensor
-) -> InputError | None:
-    """The first active token whose values have no meaning, as an error; None where all have."""
-    named = [
-        ("old_logps", batch.old),
-        ("ref_logps", ref),
-        ("advantages", token_advantages),
-        ("policy logps", logp),
-    ]
+def explain_values(batch: LossBatch, named: Sequence[tuple[str, Tensor | None]]) -> InputError | None:
+    """The first active token whose value has no meaning, as an error; None where all have.
+
+    Args:
+        batch: This rank's tokens.
+        named: [N] fp32 values, each with what a message calls them.
+    """
     for name, values in named:
         if values is None:
             continue

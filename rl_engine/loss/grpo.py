@@ -159,12 +159,9 @@ class DistributedGRPOLossOp:
             error = caught
         if validate:
             given = {
-                "reference": "logits"
-                if ref_local_logits is not None
-                else "logps"
-                if ref_logps is not None
-                else "none",
-                "advantages": "from rewards" if rewards is not None else "given",
+                "reference logits": str(ref_local_logits is not None),
+                "reference logps": str(ref_logps is not None),
+                "rewards": str(rewards is not None),
             }
             self._announce(tp, dp, contract, logprob_op, given, error)
         if error is not None:
@@ -218,11 +215,21 @@ class DistributedGRPOLossOp:
             )
 
         def explain_local() -> RLEngineError | None:
+            # What this rank brought comes first: its siblings can only be told that it differs.
+            brought = [
+                ("old_logps", batch.old),
+                ("ref_logps", None if ref_logps is None else ref),
+                ("advantages", evaluated.token_advantages),
+            ]
+            found: RLEngineError | None = explain_values(batch, brought)
+            if found is not None:
+                return found
             for name, call in zip(("policy", "reference"), calls, strict=False):
                 found = find_problem(call, active, action_ids, contract.logprob, name)
                 if found is not None:
                     return found
-            return explain_values(calls[0].logp.detach(), batch, ref, evaluated.token_advantages)
+            computed = [("reference logps", ref), ("policy logps", calls[0].logp.detach())]
+            return explain_values(batch, computed)
 
         report_problems(
             evaluated,
@@ -324,7 +331,11 @@ class DistributedGRPOLossOp:
     ) -> None:
         if tp.size == 1 and dp.size == 1:
             return
-        shared = logprob_op.identity() | {"loss_backend": self.arithmetic.backend_id} | given
+        loss = {
+            "loss_backend": self.arithmetic.backend_id,
+            "loss_numerics_id": self.arithmetic.numerics_id,
+        }
+        shared = logprob_op.identity() | loss | given
         on_tp, on_dp = dict(shared), dict(shared)
         if isinstance(contract, GRPOLossContract):
             on_tp |= flatten_fields(contract.agreement_fields(MeshAxis.TP))

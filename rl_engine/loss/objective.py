@@ -70,7 +70,7 @@ def token_terms(
     unclipped = ratio * advantage
     clipped = ratio.clamp(low, high) * advantage
     surrogate = torch.where(active, -torch.minimum(unclipped, clipped), 0.0)
-    gradient = torch.where((unclipped <= clipped) & ~over, -unclipped, 0.0)
+    gradient = torch.where((unclipped > clipped) | over, 0.0, -unclipped)  # NaN stays NaN
 
     kl = None
     guarded = over

@@ -66,7 +66,8 @@ def token_weights(active_tokens: Tensor, reduction: LossReductionSpec, dp_size: 
         divisor = torch.full_like(active_tokens, reduction.fixed_normalizer_constant, dtype=torch.float64)
     else:
         divisor = (active_tokens.clamp(min=1) * _num_sequences(active_tokens, kind)).double()
-    return (factor / divisor).float()
+    # tensor by tensor: a number divided by a tensor is computed as a reciprocal times the number
+    return (torch.full_like(divisor, factor) / divisor).float()
 
 
 def _num_sequences(active_tokens: Tensor, kind: TokenNormalizer) -> Tensor:
@@ -83,7 +84,8 @@ def _normalised(acc: Tensor, active_tokens: Tensor, reduction: LossReductionSpec
         value = close_fp64(acc.sum(0)) / total_tokens.clamp(min=1).double()
     elif kind is TokenNormalizer.FIXED_CONSTANT:
         assert reduction.fixed_normalizer_constant is not None
-        value = close_fp64(acc.sum(0)) / reduction.fixed_normalizer_constant
+        total = close_fp64(acc.sum(0))
+        value = total / torch.full_like(total, reduction.fixed_normalizer_constant)
     else:
         means = (close_fp64(acc) / active_tokens.clamp(min=1).double()).float()
         total = close_fp64(accumulate(means, torch.zeros_like(active_tokens), 1))[0]

@@ -19,6 +19,7 @@ from rl_engine.contracts import (
 )
 from rl_engine.errors import AgreementError, InputError, LogprobContractError, RLEngineError, UnsupportedError
 from rl_engine.logprob import VocabParallelLogprobOp
+from rl_engine.logprob.exact import load_exact_torch
 from rl_engine.mesh import Axis
 from rl_engine.registry import kernel_registry
 from tests.faults.thread_mesh import thread_mesh
@@ -340,6 +341,9 @@ class Failing:
 
     backend_id, numerics_id = "exact_torch", "exact-words/1"
 
+    def check(self, contract: Any) -> None:
+        pass
+
     def rows(self, rows: Any) -> Any:
         raise MemoryError("out of memory")
 
@@ -383,3 +387,13 @@ def test_every_error_is_one_of_ours() -> None:
         wrong[0](call)
         with pytest.raises(RLEngineError, match=r"\S"):
             VocabParallelLogprobOp()(**call)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("reduction", [ReductionSpec.tiled(4), ReductionSpec.naive()], ids=["tiled", "naive"])
+def test_an_exact_op_refuses_a_contract_with_another_merge(reduction: ReductionSpec, validate: bool) -> None:
+    contract = LogprobContract(role="train", dtype="fp32", sharding=ShardingSpec.even(8), reduction=reduction)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="exact_torch computes exact_words; build the contract with"):
+        load_exact_torch()(
+            torch.zeros(2, 8), torch.zeros(2, dtype=torch.long), contract=contract, validate=validate
+        )
