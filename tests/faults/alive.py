@@ -44,14 +44,14 @@ def record(call: Callable[[], Any]) -> Ending:
     return Ending(time.monotonic() - started, value=value)
 
 
-def outlive(context: RankContext, call: Callable[[], Any]) -> Ending:
-    """How a call ends on this rank, returned once every living rank has come back from its own."""
+def outlive(context: RankContext, call: Callable[[], Any], dead: int | None = None) -> Ending:
+    """How a call ends on this rank, told once all ranks but the `dead` one have come back from theirs."""
     ending = record(call)
     if context.world_size > 1:
         store = _get_default_store()
         assert dist.is_initialized()
         store.set(f"came_back/{context.rank}", "yes")
-        keys = [f"came_back/{rank}" for rank in range(context.world_size)]
+        keys = [f"came_back/{rank}" for rank in range(context.world_size) if rank != dead]
         limit = time.monotonic() + PATIENCE
         while time.monotonic() < limit and not all(store.check([key]) for key in keys):
             time.sleep(0.02)
