@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_engine.contracts import LogitsDtype, LogprobContract
 from rl_engine.errors import InputError
 from rl_engine.mesh import Axis
+from rl_engine.numerics.float_mode import require_gradual_underflow
 from rl_engine.numerics.words import inverse_temperature, temperature_scale
 
 __all__ = [
@@ -69,7 +70,7 @@ def check_inputs(
     """Hold shapes, dtypes, devices and the TP group against the contract. No collective, no device sync.
 
     Raises:
-        InputError: the tensors, or the group, do not fit the contract.
+        InputError: the tensors, or the group, do not fit the contract, or the CPU flushes subnormals.
     """
     if not isinstance(contract, LogprobContract):
         raise InputError(f"contract is {type(contract).__name__}, expected LogprobContract")
@@ -83,6 +84,7 @@ def check_inputs(
             f"V_local), "
             "or call rl_engine.selected_logprobs, which takes [B, T, V]"
         )
+    require_gradual_underflow(local_logits.device)
     n, v_local = local_logits.shape
     expected = _TORCH_DTYPES[contract.dtype]
     if local_logits.dtype is not expected:

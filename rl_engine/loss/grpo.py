@@ -46,6 +46,7 @@ from rl_engine.loss.evaluate import (
 )
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
 from rl_engine.mesh import Axis, Claim, guard, preflight_mesh
+from rl_engine.numerics.float_mode import require_gradual_underflow
 from rl_engine.registry import kernel_registry
 
 __all__ = ["DistributedGRPOLossOp", "load_exact"]
@@ -366,8 +367,9 @@ def check_tokens(n: int, device: torch.device, **tensors: Tensor | None) -> None
     """Hold per-token fp32 tensors against the number of tokens.
 
     Raises:
-        InputError: wrong shape, dtype or device.
+        InputError: wrong shape, dtype or device, or a CPU that flushes subnormals.
     """
+    require_gradual_underflow(device)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
