@@ -17,6 +17,6 @@ def require_gradual_underflow(device: torch.device) -> None:
     """
     if device.type == "cpu" and not bool(torch.full((), 2.0**-126) * 0.5 > 0):
         raise InputError(
-            "this process flushes subnormals to zero, and its bits would differ from those of other ranks; call "
-            "torch.set_flush_denormal(False) first"
+            "this process flushes subnormals to zero, and its bits would differ from those of other ranks; "
+            "call torch.set_flush_denormal(False) first"
         )
