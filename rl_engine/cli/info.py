@@ -16,7 +16,7 @@ from rl_engine.registry import OpKind, kernel_registry
 
 __all__ = ["gather_info", "print_info"]
 
-_PACKAGES = ("rl-engine", "torch", "numba", "triton", "numpy", "transformers", "safetensors", "plotly")
+_PACKAGES = ("rl-engine", "torch", "numba", "triton", "numpy", "transformers", "safetensors")
 
 
 def gather_info() -> dict[str, Any]:

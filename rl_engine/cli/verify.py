@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_engine.contracts import LogitsDtype, LossReductionSpec, ObjectiveSpec, TokenNormalizer
-from rl_engine.errors import InputError, UnsupportedError
+from rl_engine.errors import InputError
 from rl_engine.verify import Case, LossBatch, VerifyReport, layout_matrix, parse_degrees
 from rl_engine.verify import verify as run_verify
 
@@ -141,10 +140,6 @@ def verify(options: Options, progress: Callable[[int, int, str], None]) -> Verif
     Raises:
         RLEngineError: Options that do not go together, or a batch that proves nothing.
     """
-    if options.html is not None and importlib.util.find_spec("plotly") is None:
-        raise UnsupportedError(
-            "--html needs plotly, not installed here; type: pip install 'rl-engine[report]'"
-        )
     if options.device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device is {options.device!r}, expected auto, cpu or cuda")
     layouts = layout_matrix(parse_degrees(options.tp, "--tp"), parse_degrees(options.dp, "--dp"))
