@@ -558,7 +558,7 @@ def _group_names(group_ids: Tensor | Sequence[int | str] | None, batch: int) -> 
 
 def _advantages_by_name(rewards: list[float], names: list[int | str], objective: ObjectiveSpec) -> Tensor:
     """[S] advantages of the whole batch; members of a group in sequence order, groups anywhere."""
-    values = torch.tensor(rewards, dtype=torch.float32)
+    values = torch.tensor(rewards, dtype=torch.float32, device="cpu")
     if not bool(values.isfinite().all()):
         i = int((~values.isfinite()).nonzero()[0, 0])
         raise InputError(
@@ -581,7 +581,7 @@ def _advantages_by_name(rewards: list[float], names: list[int | str], objective:
             f"{objective.advantage.min_group_size}; pass AdvantageSpec(normalizer='mean_only'), or sample "
             f"more completions"
         )
-    order = torch.tensor([i for group in members.values() for i in group])
+    order = torch.tensor([i for group in members.values() for i in group], device="cpu")
     sizes = [len(group) for group in members.values()]
     boundaries = tuple(sum(sizes[:g]) for g in range(len(sizes) + 1))
     advantages = torch.empty_like(values)

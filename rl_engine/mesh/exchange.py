@@ -146,7 +146,7 @@ def gather_json(
 def gather_texts(axis: Axis, text: str, *, failed: bool, kind: str) -> list[tuple[bool, str]]:
     """Every rank's (failed, text); two collectives where some text exceeds 1 KiB, else one."""
     payload = text.encode()
-    header = torch.tensor([_FAILED if failed else 0, len(payload)], dtype=torch.int64)
+    header = torch.tensor([_FAILED if failed else 0, len(payload)], dtype=torch.int64, device="cpu")
     wire = axis.wire_device()
     first = torch.cat([header, _to_words(payload[:_INLINE_BYTES], _INLINE_BYTES)])
     table = sync_to_cpu(axis, kind, gather(axis, kind, first.to(wire)))

@@ -109,7 +109,8 @@ def _ask(claims: Sequence[Claim], failure: BaseException | None) -> AgreementErr
     axis = claims[0].axis
     digest = hashlib.sha256("\0".join(claim.fingerprint for claim in claims).encode()).digest()
     hashes = [int.from_bytes(digest[i : i + 8], "little", signed=True) for i in range(0, 32, 8)]
-    row = torch.tensor([int(failure is not None), *hashes, len(claims)], dtype=torch.int64)
+    numbers = [int(failure is not None), *hashes, len(claims)]
+    row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     table = sync_to_cpu(axis, _KIND, gather(axis, _KIND, row.to(axis.wire_device())))
     rows = cast(list[list[int]], table.tolist())
     if all(row == rows[0] for row in rows) and rows[0][0] == 0:

@@ -466,7 +466,8 @@ def partial(
         [n, K] int64 partials.
     """
     num_rows = logits.shape[0]
-    out = torch.zeros(num_rows, C.ENTROPY_COLUMNS if with_entropy else C.PARTIAL_COLUMNS, dtype=torch.int64)
+    columns = C.ENTROPY_COLUMNS if with_entropy else C.PARTIAL_COLUMNS
+    out = torch.zeros(num_rows, columns, dtype=torch.int64, device=logits.device)
     if num_rows and logits.shape[1]:
         _, _, key_neginf, key_posinf = _VIEWS[logits.dtype]
         bits, rows = _bits(logits), out.numpy()
@@ -525,7 +526,7 @@ def gradient(
     num_rows = logits.shape[0]
     if num_rows == 0 or logits.shape[1] == 0:
         return out
-    zero = torch.zeros(num_rows)
+    zero = torch.zeros(num_rows, dtype=torch.float32, device=logits.device)
     a, b, h, big_h = (
         (zero if c is None else c.detach()).contiguous().numpy()
         for c in (grad_logp, grad_lse, grad_entropy, entropy)

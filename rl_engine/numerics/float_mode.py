@@ -15,7 +15,10 @@ def require_gradual_underflow(device: torch.device) -> None:
     Raises:
         InputError: `torch.set_flush_denormal(True)`, or something like it, is in force in this thread.
     """
-    if device.type == "cpu" and not bool(torch.full((), 2.0**-126) * 0.5 > 0):
+    if device.type != "cpu":
+        return
+    smallest = torch.full((), 2.0**-126, dtype=torch.float32, device=device)
+    if not bool(smallest * 0.5 > 0):
         raise InputError(
             "this process flushes subnormals to zero, and its bits would differ from those of other ranks; "
             "call torch.set_flush_denormal(False) first"
