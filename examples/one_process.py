@@ -41,9 +41,7 @@ def main() -> None:
         targets, mask = rl_engine.next_token_targets(ids, completion_mask)
         old_logps = torch.zeros(targets.shape)
         old_logps[mask] = sampled.reshape(-1)
-        result = rl_engine.grpo_loss(
-            model(ids)[:, :-1], targets, old_logps, rewards, mask=mask, group_ids=group_ids
-        )
+        result = rl_engine.grpo_loss(model(ids), targets, old_logps, rewards, mask=mask, group_ids=group_ids)
         optimizer.zero_grad()
         result.loss.backward()
         norm = nn.utils.get_total_norm(weight.grad for weight in model.parameters())

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_engine.contracts import (
+    DEFAULT_IGNORE_INDEX,
     AdvantageNormalizer,
     AdvantageSpec,
     GRPOLossContract,
@@ -56,32 +57,37 @@ _NO_GROUPS = AdvantageSpec(normalizer=AdvantageNormalizer.MEAN_ONLY)
 
 
 def next_token_targets(input_ids: Tensor, completion_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets and mask for `logits[:, :-1]` of a causal model.
+    """Targets and mask for the logits of a causal model, where position t predicts token t + 1.
 
-    Equals `(input_ids[:, 1:], completion_mask[:, 1:].bool())`: the mask follows the predicted token, not
-    the token that is read.
+    The ids and the mask, one place to the left: the mask follows the predicted token, not the token that is
+    read. The last position predicts nothing: its target is −100 and it is inactive, so that the model's
+    logits are passed whole. (A slice `logits[:, :-1]` works too, with `targets[:, :-1]` and so on, and costs
+    a copy of the logits.)
 
     Args:
         input_ids: [B, T] int64 prompt and completion.
         completion_mask: [B, T] 0/1, 1 on the tokens of `input_ids` that were sampled.
 
     Returns:
-        ([B, T − 1] targets, [B, T − 1] bool mask).
+        ([B, T] int64 targets, [B, T] bool mask).
 
     Raises:
         InputError: the shapes differ, or there are fewer than two tokens.
 
     Example:
         >>> ids = torch.tensor([[10, 11, 12, 13]])
-        >>> next_token_targets(ids, torch.tensor([[0, 0, 1, 1]]))[1].tolist()
-        [[False, True, True]]
+        >>> targets, mask = next_token_targets(ids, torch.tensor([[0, 0, 1, 1]]))
+        >>> targets.tolist(), mask.tolist()
+        ([[11, 12, 13, -100]], [[False, True, True, False]])
     """
     if input_ids.shape != completion_mask.shape or input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise InputError(
             f"input_ids and completion_mask must both be [B, T] with T ≥ 2, got {list(input_ids.shape)} and "
             f"{list(completion_mask.shape)}"
         )
-    return input_ids[:, 1:], completion_mask[:, 1:].bool()
+    pad = torch.nn.functional.pad
+    targets = pad(input_ids[:, 1:], (0, 1), value=DEFAULT_IGNORE_INDEX)
+    return targets, pad(completion_mask[:, 1:].bool(), (0, 1), value=False)
 
 
 def selected_logprobs(
@@ -483,7 +489,7 @@ def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int | Non
         raise InputError(
             f"logits must be [B, T, V] or [N, V] with targets of the same leading shape, got "
             f"{list(logits.shape)} and "
-            f"{list(targets.shape)}; next_token_targets shifts ids and mask to match logits[:, :-1]"
+            f"{list(targets.shape)}; next_token_targets shifts ids and mask to match a causal model's logits"
         )
     if logits.shape[-1] == 0:
         raise InputError("logits have no columns; use the ops with a contract for shards that are empty")

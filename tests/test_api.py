@@ -353,8 +353,8 @@ def test_the_calls_that_they_come_from_are_sound() -> None:
 def test_next_token_targets() -> None:
     ids = torch.tensor([[10, 11, 12, 13]])
     targets, mask = rl_engine.next_token_targets(ids, torch.tensor([[0, 0, 1, 1]]))
-    assert targets.tolist() == [[11, 12, 13]]
-    assert mask.tolist() == [[False, True, True]] and mask.dtype == torch.bool
+    assert targets.tolist() == [[11, 12, 13, -100]]
+    assert mask.tolist() == [[False, True, True, False]] and mask.dtype == torch.bool
     for bad_ids, bad_mask in ((ids[0], ids[0]), (ids, ids[:, :2]), (ids[:, :1], ids[:, :1])):
         with pytest.raises(InputError, match=r"must both be \[B, T\] with T ≥ 2, got"):
             rl_engine.next_token_targets(bad_ids, bad_mask)

@@ -266,8 +266,8 @@ def test_row_14_mask_is_aligned_to_labels() -> None:
     """Tokens [10, 11, 12, 13] with a prompt of two: the label positions 1 and 2 count."""
     ids = torch.tensor([[10, 11, 12, 13]])
     targets, mask = rl_engine.next_token_targets(ids, torch.tensor([[0, 0, 1, 1]]))
-    assert targets.tolist() == [[11, 12, 13]]
-    assert mask.tolist() == [[False, True, True]]
+    assert targets.tolist() == [[11, 12, 13, -100]]
+    assert mask.tolist() == [[False, True, True, False]]
 
 
 def test_row_16_a_rejected_sequence_still_belongs_to_its_group() -> None:
