@@ -32,7 +32,7 @@ __all__ = ["Claim", "preflight", "preflight_mesh"]
 _KIND = "preflight"
 _DETAILS = "preflight_details"
 _MAX_ERROR_TEXT = 8000
-_MAX_FACT_TEXT = 400
+_MAX_FACT_TEXT = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +119,19 @@ def _ask(claims: Sequence[Claim], failure: BaseException | None) -> AgreementErr
     facts = {key: str(value) for claim in reversed(claims) for key, value in claim.facts.items()}
     mine = json.dumps(
         {
-            "facts": {key: value[:_MAX_FACT_TEXT] for key, value in facts.items()},
+            "facts": {key: _shorten(value) for key, value in facts.items()},
             "error": describe_error(failure)[:_MAX_ERROR_TEXT] if failure is not None else None,
         }
     )
     replies = gather_texts(axis, mine, failed=failure is not None, kind=_DETAILS)
     return _disagreement(axis, rows, [json.loads(text) for _, text in replies])
+
+
+def _shorten(fact: str) -> str:
+    """A long fact by its beginning and a digest: two that differ stay different."""
+    if len(fact) <= _MAX_FACT_TEXT:
+        return fact
+    return f"{fact[:_MAX_FACT_TEXT]}… (digest {hashlib.sha256(fact.encode()).hexdigest()[:8]})"
 
 
 def _disagreement(axis: Axis, rows: list[list[int]], replies: list[dict[str, Any]]) -> AgreementError:
