@@ -404,18 +404,18 @@ def policy_loss(
     first, total = sum(counts[: dp.rank]), sum(counts)
     if total == 0:
         raise InputError("the batch holds no sequence on any rank; pass at least one")
-    batch = LossBatch(
-        old=old.detach(),
-        active=active,
-        sequence=torch.arange(b * t, device=logps.device) // max(1, t) + first,
-        first_sequence=first,
-        num_sequences=total,
-    )
-    token_advantages = per_token(values, batch)
-    reference = None if ref is None else ref.detach()
-    flat_logps = logps.reshape(-1)
-    arithmetic = ExactArithmetic()
     with guard(dp):
+        batch = LossBatch(
+            old=old.detach(),
+            active=active,
+            sequence=torch.arange(b * t, device=logps.device) // max(1, t) + first,
+            first_sequence=first,
+            num_sequences=total,
+        )
+        token_advantages = per_token(values, batch)
+        reference = None if ref is None else ref.detach()
+        flat_logps = logps.reshape(-1)
+        arithmetic = ExactArithmetic()
         gathered = gather_sequences(None, batch, dp)
         evaluated = policy_loss_from_logps(
             flat_logps,

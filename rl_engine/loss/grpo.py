@@ -165,24 +165,23 @@ class DistributedGRPOLossOp:
                 "rewards": str(rewards is not None),
             }
             self._announce(tp, dp, contract, logprob_op, given, error)
-        if error is not None:
-            with guard(tp, dp):
-                raise error
 
-        sharding = contract.sharding
-        device = policy_local_logits.device
-        tokens = torch.arange(policy_local_logits.shape[0], device=device)
-        batch = LossBatch(
-            old=old_logps.detach(),
-            active=active,
-            sequence=tokens // max(1, sharding.padded_seq_len) + sharding.local_sequence_start,
-            first_sequence=sharding.local_sequence_start,
-            num_sequences=sharding.num_sequences,
-        )
-        own_rewards = None if rewards is None else rewards.detach().to(device).float()
-        own_advantages = None if advantages is None else per_token(advantages, batch)
-        ref = None if ref_logps is None else ref_logps.detach()
         with guard(tp, dp):
+            if error is not None:
+                raise error
+            sharding = contract.sharding
+            device = policy_local_logits.device
+            tokens = torch.arange(policy_local_logits.shape[0], device=device)
+            batch = LossBatch(
+                old=old_logps.detach(),
+                active=active,
+                sequence=tokens // max(1, sharding.padded_seq_len) + sharding.local_sequence_start,
+                first_sequence=sharding.local_sequence_start,
+                num_sequences=sharding.num_sequences,
+            )
+            own_rewards = None if rewards is None else rewards.detach().to(device).float()
+            own_advantages = None if advantages is None else per_token(advantages, batch)
+            ref = None if ref_logps is None else ref_logps.detach()
             gathered = gather_sequences(own_rewards, batch, dp)
             calls = self._logprobs(
                 policy_local_logits,
@@ -364,14 +363,14 @@ class DistributedGRPOLossOp:
 
 
 def check_tokens(n: int, device: torch.device, **tensors: Tensor | None) -> None:
-    """Hold per-token fp32 tensors against the number of tokens.
+    """Hold per-token fp32 tensors against the number of tokens; `ref_logps` alone may be None.
 
     Raises:
         InputError: wrong shape, dtype or device, or a CPU that flushes subnormals.
     """
     require_gradual_underflow(device)
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name == "ref_logps":
             continue
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} is {type(tensor).__name__}, expected a torch tensor")
