@@ -20,6 +20,24 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"rl-engine {version('rl-engine')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """GRPO losses whose bits do not depend on how the work was split."""
+
+
 @app.command()
 @guarded
 def info(as_json: Json = False, debug: Debug = False) -> None:

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import rl_engine
 from rl_engine.cli.app import app
 from rl_engine.errors import RLEngineError
 from rl_engine.registry import OpKind, kernel_registry
@@ -18,6 +19,10 @@ def run(*arguments: str, code: int = 0) -> str:
     result = runner.invoke(app, list(arguments))
     assert result.exit_code == code, result.output
     return result.stdout if code < 2 else result.stderr
+
+
+def test_version() -> None:
+    assert run("--version") == f"rl-engine {rl_engine.__version__}\n"
 
 
 def test_info_lists_every_backend_in_the_order_of_priority() -> None:
