@@ -16,8 +16,8 @@ from rl_engine.mesh import exchange
 from rl_engine.mesh.pool import RankContext
 from rl_engine.mesh.pool_worker import Mesh
 from rl_engine.registry import kernel_registry
-from tests.faults.alive import Ending, outlive
-from tests.faults.api_calls import Change, run_grpo, run_policy, run_selected
+from tests.faults.alive import Ending, outlive, record
+from tests.faults.api_calls import NAN, Change, at, put, run_grpo, run_policy, run_selected
 
 
 def kill_oneself(*_args: Any, **_kwargs: Any) -> Any:
@@ -157,13 +157,21 @@ def wrong_shape_without_validation(context: RankContext, victim: int) -> Ending:
     return outlive(context, lambda: run_grpo(mesh.tp, mesh.dp, change))
 
 
-def step_after_a_refusal(context: RankContext) -> tuple[Ending, float]:
-    """A refused step leaves the groups in step: the next one goes through."""
+REFUSED: dict[str, Change] = {
+    "no old log-probs": put(old_logps=None),
+    "a reward of NaN": at("rewards", (1,), NAN),
+    "a NaN among active logits": at("logits", (0, 1, 1), NAN),
+    "another target than its sibling": at("targets", (0, 0), 5),
+    "another temperature": put(temperature=0.5),
+    "a mask of halves": put(mask=torch.full((2, 3), 0.5)),
+}
+
+
+def steps_after_refusals(context: RankContext) -> tuple[list[Ending], float]:
+    """Refused steps leave the groups in step: the next one goes through."""
     mesh = context.mesh(tp=2, dp=2)
-
-    def change(call: dict[str, Any]) -> None:
-        if context.rank == 2:
-            call["old_logps"] = None
-
-    refused = outlive(context, lambda: run_grpo(mesh.tp, mesh.dp, change))
-    return refused, float(run_grpo(mesh.tp, mesh.dp, None))
+    ends = [
+        record(lambda change=change: run_grpo(mesh.tp, mesh.dp, change if context.rank == 2 else None))
+        for change in REFUSED.values()
+    ]
+    return ends, float(run_grpo(mesh.tp, mesh.dp, None))

@@ -91,7 +91,10 @@ def test_a_wrong_call_without_validation(pool: RankPool) -> None:
     ), shown
 
 
-def test_a_refused_step_can_be_tried_again(pool: RankPool) -> None:
-    reports = pool.run(on_rank.step_after_a_refusal, world_size=4)
-    assert all(refused.error in ("InputError", "AgreementError") for refused, _ in reports)
+def test_refused_steps_can_be_tried_again(pool: RankPool) -> None:
+    """Whatever was refused, by the preflight or by the values, no rank is left behind in an exchange."""
+    reports = pool.run(on_rank.steps_after_refusals, world_size=4)
+    for i, what in enumerate(on_rank.REFUSED):
+        shown = [str(ends[i]) for ends, _ in reports]
+        assert all(ends[i].error in ("InputError", "AgreementError") for ends, _ in reports), (what, shown)
     assert len({loss for _, loss in reports}) == 1

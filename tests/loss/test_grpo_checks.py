@@ -22,6 +22,7 @@ from rl_engine.contracts import (
 from rl_engine.errors import InputError, LogprobContractError, RLEngineError
 from rl_engine.loss import DistributedGRPOLossOp
 from rl_engine.mesh import Axis
+from rl_engine.registry import kernel_registry
 from tests.bits import assert_bits_equal
 from tests.faults.thread_mesh import thread_mesh
 from tests.loss.grpo_cases import Job, Layout, call_of, make_batch, run_job
@@ -253,6 +254,13 @@ def test_the_mask_may_be_the_contracts() -> None:
     by_filler = torch.where(mask, call["action_ids"], -100)
     result = DistributedGRPOLossOp().apply(**(call | {"action_ids": by_filler, "mask": None}))
     assert_bits_equal(result.loss, run_job(one).loss, "loss, masked by the ignore index")
+
+
+def test_the_registry_says_the_same_of_context_parallelism() -> None:
+    call = call_on(TP, DP, alone())
+    context_parallel(call)
+    reasons = kernel_registry.explain(call["contract"]).reasons
+    assert "cp_world_size 2 is not among 1" in reasons["exact"]
 
 
 def test_a_policy_word_that_is_none() -> None:
