@@ -8,161 +8,67 @@ hold no lock. See docs/numerics.md sections 2 and 4; rl_engine.numerics.referenc
 Shapes: n rows, V_local columns of this rank's shard, K = 6 or 9 partial columns.
 """
 # pyright: basic, reportCallIssue=false, reportReturnType=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from torch import Tensor
 
 from rl_engine.numerics import constants as C
+from rl_engine.numerics import cpu_bits
+from rl_engine.numerics.cpu_bits import (
+    add,
+    bits_float,
+    exponent_shift,
+    float_bits,
+    fma,
+    load,
+    max_int,
+    min_int,
+    order_key,
+    round_to,
+    to_int,
+)
 
 __all__ = ["gradient", "partial"]
 
-# ---------------------------------------------------------------------------------------------- intrinsics
-# numba widens small integers and never fuses; these keep int16/int32 narrow and give the one fused operation.
-
-_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+# ---------------------------------------------------------------------------------------------- compilation
 
 
-@intrinsic
-def _fma(typingctx, a, b, c):
-    sig = types.float32(types.float32, types.float32, types.float32)
-    return sig, lambda context, builder, signature, args: builder.fma(*args)
+@functools.cache
+def _cache_dir() -> str:
+    """Where compiled kernels are kept: a folder for this very source.
+
+    numba looks at the file of a function alone, and would use a stale kernel after a change to the constants
+    or to the operations that it compiled in.
+    """
+    sources = (__file__, cpu_bits.__file__, C.__file__)
+    digest = hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources)).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return str(Path(numba.config.CACHE_DIR or home) / "rl_engine" / digest)
 
 
-@intrinsic
-def _float_bits(typingctx, a):
-    sig = types.int32(types.float32)
-    return sig, lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
-
-
-@intrinsic
-def _bits_float(typingctx, a):
-    sig = types.float32(types.int32)
-    return sig, lambda context, builder, signature, args: builder.bitcast(args[0], _F32)
-
-
-@intrinsic
-def _add(typingctx, a, b):
-    """int32 addition that wraps and stays int32."""
-    sig = types.int32(types.int32, types.int32)
-    return sig, lambda context, builder, signature, args: builder.add(args[0], args[1])
-
-
-@intrinsic
-def _exponent_shift(typingctx, a):
-    """int32 shift into the exponent field."""
-    sig = types.int32(types.int32)
-    return sig, lambda context, builder, signature, args: builder.shl(args[0], ir.Constant(_I32, 23))
-
-
-@intrinsic
-def _to_int(typingctx, a):
-    """fp32 that holds a small integer, as int32."""
-    sig = types.int32(types.float32)
-    return sig, lambda context, builder, signature, args: builder.fptosi(args[0], _I32)
-
-
-@intrinsic
-def _order_key(typingctx, u):
-    """Bit pattern to an integer that orders like the float; NaN lies beyond the infinities on either side."""
-    narrow = types.int32 if u.bitwidth == 32 else types.int16
-
-    def codegen(context, builder, signature, args):
-        width = args[0].type.width
-        sign = builder.ashr(args[0], ir.Constant(args[0].type, width - 1))
-        return builder.xor(args[0], builder.and_(sign, ir.Constant(args[0].type, (1 << (width - 1)) - 1)))
-
-    return narrow(u), codegen
-
-
-@intrinsic
-def _max_int(typingctx, a, b):
-    def codegen(context, builder, signature, args):
-        return builder.select(builder.icmp_signed(">", args[0], args[1]), args[0], args[1])
-
-    return a(a, a), codegen
-
-
-@intrinsic
-def _min_int(typingctx, a, b):
-    def codegen(context, builder, signature, args):
-        return builder.select(builder.icmp_signed("<", args[0], args[1]), args[0], args[1])
-
-    return a(a, a), codegen
-
-
-def _half_to_float(builder: ir.IRBuilder, u: ir.Value) -> ir.Value:
-    """fp16 bits to fp32: magnitude bits moved into place and scaled by 2^112; exponent 31 by selection."""
-    wide = builder.zext(u, _I32)
-    magnitude = builder.shl(builder.and_(wide, ir.Constant(_I32, 0x7FFF)), ir.Constant(_I32, 13))
-    scaled = builder.fmul(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 2.0**112))
-    special = builder.or_(magnitude, ir.Constant(_I32, 0x7F800000))
-    is_special = builder.icmp_unsigned(">=", magnitude, ir.Constant(_I32, 0x0F800000))
-    bits = builder.select(is_special, special, builder.bitcast(scaled, _I32))
-    sign = builder.shl(builder.and_(wide, ir.Constant(_I32, 0x8000)), ir.Constant(_I32, 16))
-    return builder.bitcast(builder.or_(bits, sign), _F32)
-
-
-@intrinsic
-def _load(typingctx, u):
-    """Bit pattern of a logit to fp32: int16 = bf16, uint16 = fp16, int32 = fp32."""
-
-    def codegen(context, builder, signature, args):
-        if u == types.int32:
-            return builder.bitcast(args[0], _F32)
-        if u == types.int16:
-            return builder.bitcast(builder.shl(builder.sext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
-        return _half_to_float(builder, args[0])
-
-    return types.float32(u), codegen
-
-
-def _float_to_bfloat(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Nearest bf16, ties to even; bits of no NaN."""
-    odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-    rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
-    return builder.trunc(builder.lshr(rounded, ir.Constant(_I32, 16)), _I16)
-
-
-def _float_to_half(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Nearest fp16, ties to even; bits of no NaN."""
-    magnitude = builder.and_(bits, ir.Constant(_I32, 0x7FFFFFFF))
-    sign = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 0x8000))
-    # Normal results: drop 13 bits, round to nearest even, and move the exponent bias from 127 to 15.
-    odd = builder.and_(builder.lshr(magnitude, ir.Constant(_I32, 13)), ir.Constant(_I32, 1))
-    biased = builder.add(magnitude, builder.add(odd, ir.Constant(_I32, 0xFFF - (112 << 23))))
-    normal = builder.lshr(biased, ir.Constant(_I32, 13))
-    # Subnormal results: adding 1/2 leaves multiples of 2^-24 in the low bits, rounded by the addition itself.
-    shifted = builder.fadd(builder.bitcast(magnitude, _F32), ir.Constant(_F32, 0.5))
-    subnormal = builder.sub(builder.bitcast(shifted, _I32), ir.Constant(_I32, 0x3F000000))
-    small = builder.icmp_unsigned("<", magnitude, ir.Constant(_I32, 0x38800000))  # 2^-14
-    large = builder.icmp_unsigned(">=", magnitude, ir.Constant(_I32, 0x477FF000))  # 65520 rounds to infinity
-    value = builder.select(small, subnormal, normal)
-    value = builder.select(large, ir.Constant(_I32, 0x7C00), value)
-    return builder.trunc(builder.or_(value, sign), _I16)
-
-
-@intrinsic
-def _round_to(typingctx, value, like):
-    """fp32 (not NaN) rounded once to the dtype that `like`'s bit pattern stands for, as a bit pattern."""
-
-    def codegen(context, builder, signature, args):
-        bits = builder.bitcast(args[0], _I32)
-        if like == types.int32:
-            return bits
-        return _float_to_bfloat(builder, bits) if like == types.int16 else _float_to_half(builder, bits)
-
-    return like(types.float32, like), codegen
+def _kernel(function):
+    """Compile without the interpreter's lock, and keep the result on disk where that is possible."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = _cache_dir()
+    try:
+        return njit(nogil=True, boundscheck=False, cache=True)(function)
+    except RuntimeError:  # no folder that can be written to
+        return njit(nogil=True, boundscheck=False)(function)
+    finally:
+        numba.config.CACHE_DIR = before
 
 
 # ---------------------------------------------------------------------------------------------- constants
@@ -186,37 +92,37 @@ vectors of 16."""
 
 @njit(inline="always")
 def _poly(r):
-    p = _fma(r, _P6, _P5)
-    p = _fma(p, r, _P4)
-    p = _fma(p, r, _P3)
-    p = _fma(p, r, _P2)
-    p = _fma(p, r, _P1)
-    return _fma(p, r, _P0)
+    p = fma(r, _P6, _P5)
+    p = fma(p, r, _P4)
+    p = fma(p, r, _P3)
+    p = fma(p, r, _P2)
+    p = fma(p, r, _P1)
+    return fma(p, r, _P0)
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _block_words(row, start, stop, scale_l, magic, x_min):
     """The three digit sums of row[start:stop] for one reference exponent."""
     a0 = np.int32(0)
     a1 = np.int32(0)
     a2 = np.int32(0)
     for j in range(start, stop):
-        x = _load(row[j])
+        x = load(row[j])
         x = x if x > x_min else x_min
-        t = _fma(x, scale_l, magic)
-        r = _fma(x, scale_l, magic - t)
-        g = _bits_float(_add(_exponent_shift(_float_bits(t)), _float_bits(_poly(r))))
+        t = fma(x, scale_l, magic)
+        r = fma(x, scale_l, magic - t)
+        g = bits_float(add(exponent_shift(float_bits(t)), float_bits(_poly(r))))
         b = g + _B0
-        a0 = _add(a0, _add(_float_bits(b), _N0))
+        a0 = add(a0, add(float_bits(b), _N0))
         g = g - (b - _B0)
         b = g + _B1
-        a1 = _add(a1, _add(_float_bits(b), _N1))
+        a1 = add(a1, add(float_bits(b), _N1))
         g = g - (b - _B1)
-        a2 = _add(a2, _add(_float_bits(g + _B2), _N2))
+        a2 = add(a2, add(float_bits(g + _B2), _N2))
     return np.int64(a0), np.int64(a1), np.int64(a2)
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _block_entropy_words(row, start, stop, scale_l, magic, x_min):
     """Like `_block_words`, with the entropy words behind them."""
     a0 = np.int64(0)
@@ -226,46 +132,46 @@ def _block_entropy_words(row, start, stop, scale_l, magic, x_min):
     h1 = np.int64(0)
     h2 = np.int64(0)
     for j in range(start, stop):
-        x = _load(row[j])
+        x = load(row[j])
         x = x if x > x_min else x_min
-        t = _fma(x, scale_l, magic)
-        r = _fma(x, scale_l, magic - t)
-        k = _to_int(t - _MAGIC)
-        g = _bits_float(_add(_exponent_shift(_float_bits(t)), _float_bits(_poly(r))))
+        t = fma(x, scale_l, magic)
+        r = fma(x, scale_l, magic - t)
+        k = to_int(t - _MAGIC)
+        g = bits_float(add(exponent_shift(float_bits(t)), float_bits(_poly(r))))
         q = g * r
         b = g + _B0
-        d = _add(_float_bits(b), _N0)
+        d = add(float_bits(b), _N0)
         g = g - (b - _B0)
         bq = q + _B0
         a0 += d
-        h0 += np.int64(d) * k + _add(_float_bits(bq), _N0)
+        h0 += np.int64(d) * k + add(float_bits(bq), _N0)
         q = q - (bq - _B0)
         b = g + _B1
-        d = _add(_float_bits(b), _N1)
+        d = add(float_bits(b), _N1)
         g = g - (b - _B1)
         bq = q + _B1
         a1 += d
-        h1 += np.int64(d) * k + _add(_float_bits(bq), _N1)
+        h1 += np.int64(d) * k + add(float_bits(bq), _N1)
         q = q - (bq - _B1)
-        d = _add(_float_bits(g + _B2), _N2)
+        d = add(float_bits(g + _B2), _N2)
         a2 += d
-        h2 += np.int64(d) * k + _add(_float_bits(q + _B2), _N2)
+        h2 += np.int64(d) * k + add(float_bits(q + _B2), _N2)
     return a0, a1, a2, h0, h1, h2
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _key_range(row, start, stop):
     """Smallest and largest order key of row[start:stop]."""
-    low = _order_key(row[start])
+    low = order_key(row[start])
     high = low
     for j in range(start, stop):
-        key = _order_key(row[j])
-        low = _min_int(low, key)
-        high = _max_int(high, key)
+        key = order_key(row[j])
+        low = min_int(low, key)
+        high = max_int(high, key)
     return low, high
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _partial_rows(bits, first, last, scale_l, real_cols, key_neginf, key_posinf, unkey, with_entropy, out):
     """Fill out[first:last] with partials; `unkey` is one element, by which a key becomes a pattern."""
     for i in range(first, last):
@@ -287,14 +193,14 @@ def _partial_rows(bits, first, last, scale_l, real_cols, key_neginf, key_posinf,
             if high >= key_posinf:
                 # a NaN above +inf does not hide an infinity in the same block
                 for j in range(start, stop):
-                    if _order_key(row[j]) == key_posinf:
+                    if order_key(row[j]) == key_posinf:
                         flags |= C.FLAG_POSINF
                         break
             if flags != 0 or over:
                 continue
             unkey[0] = high
-            unkey[0] = _order_key(unkey[0])  # the key map is its own inverse
-            t = _fma(_load(unkey[0]), scale_l, _MAGIC)
+            unkey[0] = order_key(unkey[0])  # the key map is its own inverse
+            t = fma(load(unkey[0]), scale_l, _MAGIC)
             if t < _f32(8388608.0):
                 continue  # nothing but an empty partial
             if t >= _f32(16777216.0):
@@ -350,24 +256,24 @@ def _partial_rows(bits, first, last, scale_l, real_cols, key_neginf, key_posinf,
 def _probability(y):
     t = y + _MAGIC
     k = t - _MAGIC
-    p = _bits_float(_add(_exponent_shift(_float_bits(t)), _float_bits(_poly(y - k))))
+    p = bits_float(add(exponent_shift(float_bits(t)), float_bits(_poly(y - k))))
     return _ZERO if y < _TINY else p
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _logp_gradient_row(row, out, stop, target, scale_l, n, f, a):
     """a·(δ − p), the row without lse or entropy gradients."""
     negative_n = -n
     like = row[0]
     for j in range(stop):
-        y = _fma(_load(row[j]), scale_l, negative_n) - f
-        out[j] = _round_to(a * (_ZERO - _probability(y)), like)
+        y = fma(load(row[j]), scale_l, negative_n) - f
+        out[j] = round_to(a * (_ZERO - _probability(y)), like)
     return
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _element_gradient(x, delta, scale_l, n, f, a, b, h, entropy):
-    y = _fma(x, scale_l, -n) - f
+    y = fma(x, scale_l, -n) - f
     p = _probability(y)
     d = _ZERO
     if a != _ZERO:
@@ -375,17 +281,17 @@ def _element_gradient(x, delta, scale_l, n, f, a, b, h, entropy):
     if b != _ZERO:
         d = d + b * p if a != _ZERO else b * p
     if h != _ZERO:
-        term = h * (p * _fma(y, _LN2, entropy)) if y >= _TINY else _ZERO
+        term = h * (p * fma(y, _LN2, entropy)) if y >= _TINY else _ZERO
         d = d - term if (a != _ZERO or b != _ZERO) else -term
     return d
 
 
-@njit(nogil=True, boundscheck=False, cache=True)
+@_kernel
 def _gradient_rows(bits, out, first, last, target, lse2, a, b, h, entropy, scale_l, real_cols, nan_pattern):
     for i in range(first, last):
         row = bits[i]
         dst = out[i]
-        zero = _round_to(_ZERO, bits[i, 0])
+        zero = round_to(_ZERO, bits[i, 0])
         used = a[i] != _ZERO or b[i] != _ZERO or h[i] != _ZERO
         begin = 0
         if used and not np.isfinite(lse2[i] + a[i] + b[i] + h[i]):
@@ -399,17 +305,15 @@ def _gradient_rows(bits, out, first, last, target, lse2, a, b, h, entropy, scale
             t = target[i]
             at_target = _ZERO
             if t >= 0:  # before the row is written: the output may be the input
-                at_target = _element_gradient(
-                    _load(row[t]), _ONE, scale_l, n, f, a[i], b[i], h[i], entropy[i]
-                )
+                at_target = _element_gradient(load(row[t]), _ONE, scale_l, n, f, a[i], b[i], h[i], entropy[i])
             if b[i] == _ZERO and h[i] == _ZERO:
                 _logp_gradient_row(row, dst, real_cols, t, scale_l, n, f, a[i])
             else:
                 for j in range(real_cols):
-                    d = _element_gradient(_load(row[j]), _ZERO, scale_l, n, f, a[i], b[i], h[i], entropy[i])
-                    dst[j] = _round_to(d, zero)
+                    d = _element_gradient(load(row[j]), _ZERO, scale_l, n, f, a[i], b[i], h[i], entropy[i])
+                    dst[j] = round_to(d, zero)
             if t >= 0:
-                dst[t] = _round_to(at_target, zero)
+                dst[t] = round_to(at_target, zero)
             begin = real_cols
         for j in range(begin, dst.shape[0]):
             dst[j] = zero
