@@ -235,6 +235,16 @@ def test_policy_loss_takes_its_own_log_probs_as_old() -> None:
     assert result.provenance.logprob_backend is None
 
 
+@pytest.mark.parametrize("scale", [-1.0, NAN, INF])
+def test_masked_tokens_get_a_gradient_of_plus_zero(scale: float) -> None:
+    """Whatever flows in: −0.0 and NaN are not +0.0."""
+    call = policy_call(DP)
+    (rl_engine.policy_loss(**call).loss * scale).backward()
+    masked = call["logps"].grad[call["mask"] == 0]
+    assert len(masked) == 1
+    assert_bits_equal(masked, torch.zeros(1), "gradient")
+
+
 def test_policy_loss_with_advantages_per_token() -> None:
     call = policy_call(DP)
     per_sequence = rl_engine.policy_loss(**call)

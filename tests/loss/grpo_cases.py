@@ -157,7 +157,7 @@ def make_batch(
         ref_logits=vocabulary(),
         targets=targets,
         old=chosen + table(0.3) + far,
-        ref=chosen + table(0.5),
+        ref=chosen + table(0.5) + far.clamp(max=0) * -0.9,
         active=active,
         rewards=torch.tensor([fl32(rng.choice([0.0, 1.0, 0.3, 0.7])) for _ in range(s)]),
         token_advantages=table(1.0),

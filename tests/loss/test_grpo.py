@@ -217,7 +217,8 @@ def float64_loss(job: Job) -> tuple[Tensor, Tensor]:
 def test_near_float64_autograd(normalizer: TokenNormalizer, advantage_by: AdvantageBy, ref_by: RefBy) -> None:
     batch = make_batch(len(advantage_by) * 7 + len(ref_by), temperature=0.8)
     # beyond the guard the two differ by design: no such token here
-    batch = replace(batch, old=torch.where(batch.old < -60, batch.old + 100, batch.old))
+    old = torch.where(batch.old < -60, batch.old + 100, batch.old)
+    batch = replace(batch, old=old, ref=torch.where(batch.ref > 60, batch.ref - 90, batch.ref))
     job = alone(
         batch,
         objective=ObjectiveSpec(clip=ClipSpec(0.1, 0.3), beta=0.0 if ref_by == "none" else 0.07),
