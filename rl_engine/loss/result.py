@@ -55,7 +55,7 @@ class LossProvenance:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare to one bool
 class GRPOLossResult:
     """A loss over the whole mesh; every number is the same on every rank. Unpacks as (loss, policy_loss, kl).
 

@@ -136,8 +136,10 @@ def test_from_logits_to_gradients_by_the_oracle(
         make_batch(index, dtype=("fp32", "bf16", "fp16")[index % 3], temperature=(1.0, 0.7)[index % 2]),
         objective=ObjectiveSpec(
             clip=ClipSpec(0.2, (0.2, 0.28)[index % 2]),
-            advantage=AdvantageSpec(normalizer=list(AdvantageNormalizer)[index % 3]),
-            kl_estimator=list(KLEstimator)[index // 2 % 2],
+            advantage=AdvantageSpec(
+                normalizer=list(AdvantageNormalizer)[index % 3], std_eps=(1e-6, 0.5)[index // 2 % 2]
+            ),
+            kl_estimator=list(KLEstimator)[index // 4 % 2],
             beta=beta,
         ),
         reduction=reduction_of(normalizer),
@@ -331,6 +333,7 @@ def test_unpacking_and_what_is_in_the_graph() -> None:
     loss, policy_loss, kl = result
     assert loss is result.loss and policy_loss is result.policy_loss and kl is result.kl
     assert loss.requires_grad and loss.grad_fn is not None
+    assert result != apply(job)[0], "compared by identity: tensors are no bools"
     for name in REPLICATED:
         value = getattr(result, name)
         assert name == "loss" or not value.requires_grad, name
