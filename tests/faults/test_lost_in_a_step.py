@@ -62,8 +62,9 @@ def test_death_on_one_axis(pool: RankPool, front: str) -> None:
     assert_lost(survivors(outcomes, 1))
 
 
-@pytest.mark.parametrize("where", list(on_rank.FAILURES))
-@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+    ("where", "validate"), [*((where, True) for where in on_rank.FAILURES), ("in the backend", False)]
+)
 def test_a_rank_that_fails_by_itself(pool: RankPool, where: str, validate: bool) -> None:
     """Out of memory on one rank: it keeps its own error, the others hear its text."""
     ends: list[Ending] = pool.run(on_rank.fail_in_loss, world_size=4, args=(2, where, validate))
