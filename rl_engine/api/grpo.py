@@ -90,7 +90,7 @@ def grpo_loss(
         vocab_size: Real columns over all ranks.
         tp_group: Ranks that split the vocabulary into equal shards.
         dp_group: Ranks that split the sequences; rank order is sequence order.
-        validate: Check agreement between ranks and values.
+        validate: Check agreement between ranks and values. The same on every rank.
 
     Returns:
         The result, the same on every rank; `result.loss.backward()` fills the gradients.
@@ -213,4 +213,7 @@ def grpo_loss(
         dp_group=dp_group,
         validate=validate,
     )
-    return result if by_name is None else dataclasses.replace(result, advantages=by_name)
+    if by_name is None:
+        return result
+    provenance = dataclasses.replace(result.provenance, advantage=objective.advantage)
+    return dataclasses.replace(result, advantages=by_name, provenance=provenance)

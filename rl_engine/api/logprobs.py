@@ -82,7 +82,7 @@ def selected_logprobs(
         tp_group: Ranks that split the vocabulary into equal shards; use the op with a contract for unequal
             ones.
         with_entropy: Also return the entropy of each row in nats.
-        validate: Check agreement between ranks and values.
+        validate: Check agreement between ranks and values. The same on every rank.
 
     Returns:
         fp32 log-probs like `targets`, or (log-probs, entropy); differentiable.

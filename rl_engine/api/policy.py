@@ -54,7 +54,7 @@ def policy_loss(
         objective: Clip and KL; its advantage part is not used.
         reduction: Normaliser, and whether the trainer sums or averages gradients over DP.
         dp_group: Ranks that split the sequences; rank order is sequence order.
-        validate: Check values; agreement on the settings is always checked.
+        validate: Check values; agreement on the settings is always checked. The same on every rank.
 
     Returns:
         The result, the same on every rank.
@@ -132,7 +132,14 @@ def policy_loss(
             reduction=reduction,
             arithmetic=arithmetic,
             provenance=LossProvenance(
-                arithmetic.backend_id, None, arithmetic.numerics_id, 1, dp.size, None, active_mask=active
+                loss_backend=arithmetic.backend_id,
+                logprob_backend=None,
+                numerics_id=arithmetic.numerics_id,
+                tp_world_size=1,
+                dp_world_size=dp.size,
+                contract=None,
+                advantage=None,
+                active_mask=active.clone(),
             ),
             dp=dp,
         )
@@ -146,6 +153,7 @@ def policy_loss(
                 ("ref_logps", reference),
                 ("advantages", token_advantages),
                 ("policy logps", flat_logps.detach()),
+                ("the surrogate, ratio × advantage,", evaluated.surrogate),
             ],
         ),
         reduction=reduction,

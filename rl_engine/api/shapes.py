@@ -75,6 +75,10 @@ def flatten_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int |
             f"logits and targets must be torch tensors, got {type(logits).__name__} and "
             f"{type(targets).__name__}"
         )
+    if hasattr(logits, "to_local"):
+        raise InputError(
+            "logits are a DTensor; pass logits.to_local() with the tp_group that shards their last dim"
+        )
     if logits.dim() not in (2, 3) or targets.shape != logits.shape[:-1]:
         raise InputError(
             f"logits must be [B, T, V] or [N, V] with targets of the same leading shape, got "

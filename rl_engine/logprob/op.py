@@ -180,7 +180,8 @@ class VocabParallelLogprobOp:
             mask: [n] bool, the active rows; None takes the contract's, else all rows whose target is not
                 the ignore index.
             tp_group: The group that shards the vocabulary; None for a single shard.
-            validate: Check agreement and values; False trusts the caller and never synchronises.
+            validate: Check agreement and values; False trusts the caller and never synchronises. The same
+                on every rank.
             num_vocab_tiles: Tile count of the tiled backend, overriding the contract's.
 
         Returns:

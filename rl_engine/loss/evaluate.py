@@ -89,6 +89,7 @@ class Evaluated:
     result: GRPOLossResult
     sums: LossSums
     token_advantages: Tensor
+    surrogate: Tensor
     local_problem: Tensor
 
 
@@ -135,6 +136,7 @@ def policy_loss_from_logps(
     terms = arithmetic.token_terms(live, batch.old, token_advantages, ref, batch.active, objective)
     weights = arithmetic.token_weights(counts, reduction, dp.size)
     problem = (batch.active & ~(live.isfinite() & batch.old.isfinite() & token_advantages.isfinite())).any()
+    problem = problem | ~terms.surrogate.isfinite().all()  # a huge advantage times a huge ratio
     if ref is not None:
         problem = problem | (batch.active & ~ref.isfinite()).any()
     if extra_problem is not None:
@@ -160,7 +162,7 @@ def policy_loss_from_logps(
         num_guarded_tokens=sums.num_guarded_tokens,
         provenance=provenance,
     )
-    return Evaluated(result, sums, token_advantages, problem)
+    return Evaluated(result, sums, token_advantages, terms.surrogate, problem)
 
 
 def report_problems(
@@ -234,7 +236,7 @@ def explain_values(batch: LossBatch, named: Sequence[tuple[str, Tensor | None]])
             i = bad[0]
             return InputError(
                 f"{name} of token {i} (sequence {int(batch.sequence[i])}) is {float(values[i])} where the "
-                f"mask is active, expected "
-                f"a finite number ({len(bad)} such tokens); mask the token out, or repair {name}"
+                f"mask is active, expected a finite number ({len(bad)} such tokens); mask the token out, or "
+                f"repair {name}"
             )
     return None

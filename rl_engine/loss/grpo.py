@@ -119,7 +119,8 @@ class DistributedGRPOLossOp:
             tp_group: Ranks that share the sequences and split the vocabulary.
             dp_group: Ranks that split the sequences.
             cp_group: Not supported beyond one rank.
-            validate: Check agreement and values; False trusts the caller and never synchronises.
+            validate: Check agreement and values; False trusts the caller and never synchronises. The same
+                on every rank.
             logprob_backend: Registry policy or id for the logprobs.
 
         Returns:
@@ -210,7 +211,7 @@ class DistributedGRPOLossOp:
                 objective=contract.objective,
                 reduction=contract.reduction,
                 arithmetic=self.arithmetic,
-                provenance=self._provenance(contract, logprob_op, tp, dp, active),
+                provenance=self._provenance(contract, logprob_op, tp, dp, active, rewards is not None),
                 dp=dp,
             )
 
@@ -228,7 +229,11 @@ class DistributedGRPOLossOp:
                 found = find_problem(call, active, action_ids, contract.logprob, name)
                 if found is not None:
                     return found
-            computed = [("reference logps", ref), ("policy logps", calls[0].logp.detach())]
+            computed = [
+                ("reference logps", ref),
+                ("policy logps", calls[0].logp.detach()),
+                ("the surrogate, ratio × advantage,", evaluated.surrogate),
+            ]
             return explain_values(batch, computed)
 
         report_problems(
@@ -347,7 +352,13 @@ class DistributedGRPOLossOp:
         preflight_mesh(claims, error=error)
 
     def _provenance(
-        self, contract: GRPOLossContract, op: VocabParallelLogprobOp, tp: Axis, dp: Axis, active: Tensor
+        self,
+        contract: GRPOLossContract,
+        op: VocabParallelLogprobOp,
+        tp: Axis,
+        dp: Axis,
+        active: Tensor,
+        from_rewards: bool,
     ) -> LossProvenance:
         identity = op.identity()
         exact = self.arithmetic.numerics_id == identity["numerics_id"]
@@ -358,7 +369,8 @@ class DistributedGRPOLossOp:
             tp_world_size=tp.size,
             dp_world_size=dp.size,
             contract=contract,
-            active_mask=active,
+            advantage=contract.objective.advantage if from_rewards else None,
+            active_mask=active.clone(),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_engine.contracts import GRPOLossContract
+from rl_engine.contracts import AdvantageSpec, GRPOLossContract
 
 __all__ = ["GRPOLossResult", "LossProvenance"]
 
@@ -26,6 +26,7 @@ class LossProvenance:
         tp_world_size: TP degree.
         dp_world_size: DP degree.
         contract: What was asked, or None where log-probs were handed in without one.
+        advantage: How rewards became advantages, or None where advantages were given.
         active_mask: [N] bool, this rank's active tokens.
     """
 
@@ -35,6 +36,7 @@ class LossProvenance:
     tp_world_size: int
     dp_world_size: int
     contract: GRPOLossContract | None
+    advantage: AdvantageSpec | None
     active_mask: Tensor = field(repr=False, compare=False)
 
     @cached_property
@@ -51,6 +53,7 @@ class LossProvenance:
             "tp_world_size": self.tp_world_size,
             "dp_world_size": self.dp_world_size,
             "contract": None if self.contract is None else self.contract.to_dict(),
+            "advantage": None if self.advantage is None else self.advantage.to_dict(),
             "active_mask_sha256": self.active_mask_sha256,
         }
 

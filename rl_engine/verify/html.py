@@ -179,7 +179,8 @@ def _bin_name(index: int) -> str:
 
 def _frame(layouts: Sequence[LayoutReport], num_bins: int, body: Iterable[str]) -> str:
     """The grid that both plots share: a row a layout, a column a power of two."""
-    width, bottom = _LEFT + num_bins * _COLUMN + 20, _TOP + len(layouts) * _ROW
+    width = max(_LEFT + num_bins * _COLUMN + 20, 560)  # room for the legend
+    bottom = _TOP + len(layouts) * _ROW
     height = bottom + 44
     parts = [f"<svg role='img' width='{width}' height='{height}' viewBox='0 0 {width} {height}'>"]
     for row, layout in enumerate(layouts):
