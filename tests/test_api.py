@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -368,3 +369,65 @@ def test_next_token_targets() -> None:
     for bad_ids, bad_mask in ((ids[0], ids[0]), (ids, ids[:, :2]), (ids[:, :1], ids[:, :1])):
         with pytest.raises(InputError, match=r"must both be \[B, T\] with T ≥ 2, got"):
             rl_engine.next_token_targets(bad_ids, bad_mask)
+
+
+ROWS, TOKENS = torch.zeros(2, 3, 8), torch.ones(2, 3, dtype=torch.long)
+
+
+def one_loss(**changed: object) -> object:
+    call: dict[str, object] = {"mask": torch.ones(2, 3), "group_ids": [0, 0]} | changed
+    return rl_engine.grpo_loss(ROWS, TOKENS, torch.zeros(2, 3), torch.tensor([1.0, 0.0]), **call)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"group_ids": 5}, "group_ids is 5, expected 2 integers or strings"),
+        ({"group_ids": "ab"}, "group_ids is 'ab', expected 2 integers or strings"),
+        ({"group_ids": [True, False]}, "group_ids hold True, expected integers or strings"),
+        ({"group_ids": torch.zeros(2)}, r"group_ids hold 0.0, expected integers or strings; use .long\(\)"),
+        ({"group_ids": [0]}, "group_ids must be 2, one per local sequence, got 1"),
+        ({"group_ids": None, "group_boundaries": 4}, "group_boundaries = 4"),
+        ({"objective": {"beta": 0}}, r"objective is \{'beta': 0\}, expected a ObjectiveSpec"),
+        ({"reduction": "mean"}, "reduction is 'mean', expected a LossReductionSpec"),
+        ({"objective": ObjectiveSpec(beta=0.1)}, "no reference was given; pass ref_logits= or ref_logps="),
+        ({"vocab_size": [8]}, r"vocab_size is \[8\], expected a number"),
+    ],
+)
+def test_what_grpo_loss_cannot_read(changed: dict[str, object], text: str) -> None:
+    with pytest.raises(RLEngineError, match=text):
+        one_loss(**changed)
+
+
+def test_integers_of_numpy_name_groups() -> None:
+    ours, numpys = one_loss(), one_loss(group_ids=np.array([0, 0]))
+    assert_bits_equal(numpys.advantages, ours.advantages, "advantages")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["temperature", "vocab_size"])
+def test_a_refusal_does_not_depend_on_the_calls_before(name: str) -> None:
+    good, bad = {"temperature": (1.0, True), "vocab_size": (1, True)}[name]
+    for _ in range(2):
+        rl_engine.selected_logprobs(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long), **{name: good})
+        with pytest.raises(RLEngineError, match=f"{name} = True"):
+            rl_engine.selected_logprobs(torch.zeros(1, 1), torch.zeros(1, dtype=torch.long), **{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "text"),
+    [
+        ([[1, 2]], torch.ones(1, 2), "input_ids is list, expected a torch.int64 tensor"),
+        (torch.ones(1, 2), torch.ones(1, 2), "input_ids is torch.float32, expected"),
+        (torch.ones(1, 2, dtype=torch.long), [[1, 1]], "completion_mask is list, expected a tensor"),
+        (torch.ones(1, 2, dtype=torch.long), torch.full((1, 2), 0.5), "mask holds 0.5, expected 0 or 1"),
+    ],
+)
+def test_what_next_token_targets_cannot_read(ids: object, mask: object, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        rl_engine.next_token_targets(ids, mask)  # type: ignore[arg-type]
+
+
+def test_policy_loss_wants_specs() -> None:
+    logps = torch.zeros(1, 2)
+    with pytest.raises(InputError, match="objective is None, expected a ObjectiveSpec"):
+        rl_engine.policy_loss(logps, logps, torch.ones(1), mask=torch.ones(1, 2), objective=None)  # type: ignore[arg-type]

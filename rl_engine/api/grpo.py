@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from rl_engine.api.shapes import (
     advantages_by_name,
+    check_specs,
     check_told_alike,
     fail_together,
     flat_advantages_of,
@@ -116,6 +118,7 @@ def grpo_loss(
     by_name: Tensor | None = None
     batch = 0
     try:
+        check_specs(objective, reduction)
         flat, ids, rows = flatten_rows(logits, targets)
         per_sequence = rewards if rewards is not None else advantages
         batch = sequences_of(ids, per_sequence) if rows is None else rows
@@ -139,6 +142,13 @@ def grpo_loss(
         if ref_logits is not None and shape_of(ref_logits) != list(logits.shape):
             raise InputError(
                 f"ref_logits must be a tensor {list(logits.shape)} like logits, got {shape_of(ref_logits)}"
+            )
+        if ref_logits is not None and ref_logps is not None:
+            raise InputError("both ref_logits and ref_logps were given; pass one of them")
+        if objective.beta > 0 and ref_logits is None and ref_logps is None:
+            raise InputError(
+                f"beta is {objective.beta} and no reference was given; pass ref_logits= or ref_logps=, or "
+                "beta=0"
             )
         flat_advantages = flat_advantages_of(advantages, targets, batch)
         check_sequences(ids.shape[0], batch, rewards, flat_advantages)
@@ -166,9 +176,7 @@ def grpo_loss(
         if sum(counts) == 0:
             raise InputError("the batch holds no sequence on any rank; pass at least one")
         first = sum(counts[: dp.rank])
-        boundaries: tuple[int, ...] = (
-            (0, sum(counts)) if group_boundaries is None else tuple(group_boundaries)
-        )
+        boundaries = (0, sum(counts)) if group_boundaries is None else group_boundaries
         if group_ids is not None:
             rewards_all = [float(r) for t in told_by_rank for r in t["rewards"]]
             all_names = [name for t in told_by_rank for name in t["groups"]]
@@ -191,7 +199,7 @@ def grpo_loss(
                 num_sequences=sum(counts),
                 padded_seq_len=flat.shape[0] // max(1, batch),
                 sequence_shard_bounds=tuple(pairwise([sum(counts[:i]) for i in range(dp.size + 1)])),
-                group_boundaries=boundaries,
+                group_boundaries=cast("tuple[int, ...]", boundaries),  # any sequence; checked there
             ),
             objective if rewards is not None else dataclasses.replace(objective, advantage=_NO_GROUPS),
             reduction,

@@ -36,7 +36,8 @@ def next_token_targets(input_ids: Tensor, completion_mask: Tensor) -> tuple[Tens
         ([B, T] int64 targets, [B, T] bool mask).
 
     Raises:
-        InputError: the shapes differ, or there are fewer than two tokens.
+        InputError: The shapes differ, there are fewer than two tokens, or the mask holds something else than
+            0 and 1.
 
     Example:
         >>> ids = torch.tensor([[10, 11, 12, 13]])
@@ -44,6 +45,12 @@ def next_token_targets(input_ids: Tensor, completion_mask: Tensor) -> tuple[Tens
         >>> targets.tolist(), mask.tolist()
         ([[11, 12, 13, -100]], [[False, True, True, False]])
     """
+    if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int64, torch.int32):
+        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise InputError(f"input_ids is {got}, expected a torch.int64 tensor [B, T]; use .long()")
+    if not isinstance(completion_mask, Tensor):
+        got = type(completion_mask).__name__
+        raise InputError(f"completion_mask is {got}, expected a tensor [B, T] of 0 and 1")
     if input_ids.shape != completion_mask.shape or input_ids.dim() != 2 or input_ids.shape[1] < 2:
         raise InputError(
             f"input_ids and completion_mask must both be [B, T] with T ≥ 2, got {list(input_ids.shape)} and "
@@ -51,7 +58,8 @@ def next_token_targets(input_ids: Tensor, completion_mask: Tensor) -> tuple[Tens
         )
     pad = torch.nn.functional.pad
     targets = pad(input_ids[:, 1:], (0, 1), value=DEFAULT_IGNORE_INDEX)
-    return targets, pad(completion_mask[:, 1:].bool(), (0, 1), value=False)
+    active = flat_mask(completion_mask, input_ids, validate=True).view(input_ids.shape)
+    return targets, pad(active[:, 1:], (0, 1), value=False)
 
 
 def selected_logprobs(

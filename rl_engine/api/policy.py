@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_engine.api.shapes import check_told_alike, flat_advantages_of, flat_mask, shape_of
+from rl_engine.api.shapes import check_specs, check_told_alike, flat_advantages_of, flat_mask, shape_of
 from rl_engine.contracts import LossReductionSpec, ObjectiveSpec
 from rl_engine.errors import InputError
 from rl_engine.loss.arithmetic import ExactArithmetic
@@ -75,6 +75,7 @@ def policy_loss(
     told: dict[str, object] = {}
     active = old = ref = values = torch.empty(0)
     try:
+        check_specs(objective, reduction)
         if not isinstance(logps, Tensor) or logps.dim() != 2:
             raise InputError(f"logps must be [B, T], one row per sequence, got {shape_of(logps)}")
         b, t = logps.shape

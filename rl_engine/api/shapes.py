@@ -5,9 +5,11 @@ Shapes: B sequences of this rank, T token slots, V_local columns of this rank's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from numbers import Real
+from operator import index
+from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from rl_engine.mesh import Axis, Claim, guard, preflight_mesh
 
 __all__ = [
     "advantages_by_name",
+    "check_specs",
     "check_told_alike",
     "fail_together",
     "flat_advantages_of",
@@ -151,12 +154,23 @@ def group_names(group_ids: Tensor | Sequence[int | str] | None, batch: int) -> l
     """The group of each local sequence as JSON-able names; None where no ids are given."""
     if group_ids is None:
         return None
-    names = cast("list[int | str]", group_ids.tolist() if isinstance(group_ids, Tensor) else list(group_ids))
-    if len(names) != batch or not all(isinstance(name, (int, str)) for name in names):
+    given = cast(object, group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids)
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise InputError(
-            f"group_ids must be {batch} integers or strings, one per local sequence, got {names[:8]!r}…"
+            f"group_ids is {given!r}, expected {batch} integers or strings, one per local sequence"
         )
+    names = [_group_name(name) for name in cast("Iterable[object]", given)]
+    if len(names) != batch:
+        raise InputError(f"group_ids must be {batch}, one per local sequence, got {len(names)}")
     return names
+
+
+def _group_name(name: object) -> int | str:
+    if isinstance(name, str):
+        return name
+    if isinstance(name, bool) or not isinstance(name, SupportsIndex):
+        raise InputError(f"group_ids hold {name!r}, expected integers or strings; use .long() or str(...)")
+    return index(name)
 
 
 def advantages_by_name(rewards: list[float], names: list[int | str], objective: ObjectiveSpec) -> Tensor:
@@ -174,8 +188,8 @@ def advantages_by_name(rewards: list[float], names: list[int | str], objective: 
             f"one of the two on every rank"
         )
     members: dict[int | str, list[int]] = {}
-    for index, name in enumerate(names):
-        members.setdefault(name, []).append(index)
+    for place, name in enumerate(names):
+        members.setdefault(name, []).append(place)
     smallest = min(members, key=lambda name: len(members[name]))
     if len(members[smallest]) < objective.advantage.min_group_size:
         raise InputError(
@@ -192,7 +206,16 @@ def advantages_by_name(rewards: list[float], names: list[int | str], objective: 
     return advantages
 
 
-@lru_cache(maxsize=256)
+def check_specs(objective: ObjectiveSpec, reduction: LossReductionSpec) -> None:
+    """Raise InputError where the settings are something else than the specs of rl_engine.contracts."""
+    for name, value, kind in (
+        ("objective", objective, ObjectiveSpec),
+        ("reduction", reduction, LossReductionSpec),
+    ):
+        if not isinstance(value, kind):
+            raise InputError(f"{name} is {value!r}, expected a {kind.__name__}; pass {kind.__name__}(...)")
+
+
 def logprob_contract(
     dtype: LogitsDtype,
     v_local: int,
@@ -204,6 +227,29 @@ def logprob_contract(
     with_entropy: bool,
 ) -> LogprobContract:
     """The contract of equal shards, built once per shape of a run."""
+    numbers = {"temperature": temperature, "ignore_index": ignore_index}
+    if vocab_size is not None:
+        numbers["vocab_size"] = vocab_size
+    for name, value in numbers.items():
+        if not isinstance(value, Real):
+            raise InputError(f"{name} is {value!r}, expected a number; use int(...) or float(...)")
+    return _build_contract(
+        dtype, v_local, tp_rank, tp_size, vocab_size, temperature, ignore_index, with_entropy
+    )
+
+
+# Typed, so that True is not found under 1, nor 50.0 under 50: what is refused once is always refused.
+@lru_cache(maxsize=256, typed=True)
+def _build_contract(
+    dtype: LogitsDtype,
+    v_local: int,
+    tp_rank: int,
+    tp_size: int,
+    vocab_size: int | None,
+    temperature: float,
+    ignore_index: int,
+    with_entropy: bool,
+) -> LogprobContract:
     padded = v_local * tp_size
     return LogprobContract(
         role=LogprobRole.TRAIN,

@@ -171,14 +171,11 @@ GRPO_OWN: dict[str, tuple[Change, str]] = {
     "ids and boundaries": (put(group_boundaries=(0, 4)), "both of group_ids and group_boundaries given"),
     "too few ids": (
         put(group_ids=["one"]),
-        "group_ids must be 2 integers or strings, one per local sequence",
+        "group_ids must be 2, one per local sequence",
     ),
-    "ids that are floats": (
-        put(group_ids=[1.0, 2.0]),
-        r"group_ids must be 2 integers or strings.* \[1.0, 2.0\]",
-    ),
-    "ids in two dims": (put(group_ids=torch.zeros(2, 2, dtype=torch.long)), "group_ids must be 2 integers"),
-    "one id for all": (put(group_ids=7), "'int' object is not iterable|group_ids must be"),
+    "ids that are floats": (put(group_ids=[1.0, 2.0]), "group_ids hold 1.0, expected integers or strings"),
+    "ids in two dims": (put(group_ids=torch.zeros(2, 2, dtype=torch.long)), r"group_ids hold \[0, 0\]"),
+    "one id for all": (put(group_ids=7), "group_ids is 7, expected 2 integers or strings"),
     "rewards and advantages": (put(advantages=torch.zeros(2)), "both of rewards and advantages given"),
     "neither": (both(advantages(), put(advantages=None)), "neither of rewards and advantages given"),
     "advantages of another shape": (
@@ -198,7 +195,7 @@ GRPO_OWN: dict[str, tuple[Change, str]] = {
         put(ref_logits=lambda x: x.bfloat16()),
         "ref_local_logits are .*bfloat16",
     ),
-    "two references": (put(ref_logps=torch.zeros(2, 3)), "both ref_local_logits and ref_logps were given"),
+    "two references": (put(ref_logps=torch.zeros(2, 3)), "both ref_logits and ref_logps were given"),
     "no reference": (put(ref_logits=None), "beta is 0.04 and no reference was given"),
     "a vocabulary beyond the logits": (
         put(vocab_size=9),
@@ -206,9 +203,9 @@ GRPO_OWN: dict[str, tuple[Change, str]] = {
     ),
     "no vocabulary": (put(vocab_size=0), "real_vocab_size = 0: must be an integer >= 1"),
     "a temperature of 0": (put(temperature=0.0), r"temperature = 0.0: must be a number in \[0.01, 100\]"),
-    "a temperature in a list": (put(temperature=[1.0]), "unhashable|temperature"),
-    "no objective": (put(objective=None), "objective|NoneType"),
-    "no reduction": (put(reduction=None), "reduction|NoneType"),
+    "a temperature in a list": (put(temperature=[1.0]), r"temperature is \[1.0\], expected a number"),
+    "no objective": (put(objective=None), "objective is None, expected a ObjectiveSpec"),
+    "no reduction": (put(reduction=None), "reduction is None, expected a LossReductionSpec"),
     "a NaN among active logits": (at("logits", (0, 1, 1), NAN), "row 1: the policy logits hold a NaN"),
     "a NaN among active reference logits": (
         at("ref_logits", (1, 2, 0), NAN),
@@ -320,8 +317,8 @@ POLICY_OWN: dict[str, tuple[Change, str]] = {
         "beta is 0.04 and no reference was given; pass ref_logps=, or beta=0",
     ),
     "a reference of another shape": (put(ref_logps=torch.zeros(6)), r"ref_logps must be .* got \[6\]"),
-    "no objective": (put(objective=None), "NoneType"),
-    "no reduction": (put(reduction=None), "NoneType"),
+    "no objective": (put(objective=None), "objective is None, expected"),
+    "no reduction": (put(reduction=None), "reduction is None, expected"),
     "a NaN log-prob": (at("logps", (1, 2), NAN), r"policy logps of token 5 \(sequence [13]\) is nan"),
     "a NaN reference": (at("ref_logps", (0, 0), -INF), r"ref_logps of token 0 \(sequence [02]\) is -inf"),
     "an infinite advantage": (at("advantages", (1,), INF), r"advantages of token 3 \(sequence [13]\) is inf"),
@@ -358,7 +355,7 @@ SELECTED_OWN: dict[str, tuple[Change, str]] = {
         r"ignore_index = 3: must not lie in the real vocab",
     ),
     "logits in a list": (put(logits=[[1.0]]), "must be torch tensors, got list and Tensor"),
-    "a vocabulary in a list": (put(vocab_size=[8]), "unhashable|real_vocab_size"),
+    "a vocabulary in a list": (put(vocab_size=[8]), r"vocab_size is \[8\], expected a number"),
     "an active target beyond the vocabulary": (out_of_range, r"row 1 \(2 such rows\): target 8 lies outside"),
 }
 
