@@ -16,7 +16,7 @@ from rl_engine.contracts import LossReductionSpec, ObjectiveSpec
 from rl_engine.errors import InputError
 from rl_engine.loss.arithmetic import ExactArithmetic
 from rl_engine.loss.evaluate import (
-    LossBatch,
+    TokenBatch,
     explain_values,
     gather_sequences,
     policy_loss_from_logps,
@@ -109,7 +109,7 @@ def policy_loss(
     if total == 0:
         raise InputError("the batch holds no sequence on any rank; pass at least one")
     with guard(dp):
-        batch = LossBatch(
+        batch = TokenBatch(
             old=old.detach(),
             active=active,
             sequence=torch.arange(b * t, device=logps.device) // max(1, t) + first,

@@ -6,7 +6,6 @@ Shapes: B sequences of this rank, T token slots, V_local columns of this rank's 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from numbers import Real
 from operator import index
 from typing import Any, NoReturn, SupportsIndex, cast
@@ -226,30 +225,13 @@ def logprob_contract(
     ignore_index: int,
     with_entropy: bool,
 ) -> LogprobContract:
-    """The contract of equal shards, built once per shape of a run."""
+    """The contract of equal shards."""
     numbers = {"temperature": temperature, "ignore_index": ignore_index}
     if vocab_size is not None:
         numbers["vocab_size"] = vocab_size
     for name, value in numbers.items():
         if not isinstance(value, Real):
             raise InputError(f"{name} is {value!r}, expected a number; use int(...) or float(...)")
-    return _build_contract(
-        dtype, v_local, tp_rank, tp_size, vocab_size, temperature, ignore_index, with_entropy
-    )
-
-
-# Typed, so that True is not found under 1, nor 50.0 under 50: what is refused once is always refused.
-@lru_cache(maxsize=256, typed=True)
-def _build_contract(
-    dtype: LogitsDtype,
-    v_local: int,
-    tp_rank: int,
-    tp_size: int,
-    vocab_size: int | None,
-    temperature: float,
-    ignore_index: int,
-    with_entropy: bool,
-) -> LogprobContract:
     padded = v_local * tp_size
     return LogprobContract(
         role=LogprobRole.TRAIN,

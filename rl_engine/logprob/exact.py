@@ -125,9 +125,8 @@ def _exchange(partials: Tensor, axis: Axis, transport: Transport) -> Tensor:
 def _append_checksum(partials: Tensor, checksum: Tensor) -> Tensor:
     """One more row that adds up to the sums and sums of squares of the ranks' checksums."""
     row = torch.zeros(len(partials), 1, partials.shape[2], dtype=torch.int64, device=partials.device)
-    small = (
-        checksum & 0x3FFFFFFF
-    )  # 30 bits: their squares add up within int64 over 8 ranks, and wrap alike beyond
+    # 30 bits: their squares add up within int64 over 8 ranks, and wrap alike beyond
+    small = checksum & 0x3FFFFFFF
     row[0, 0, C.COL_WORD : C.COL_WORD + 2] = small
     row[0, 0, C.COL_WORD + 2 : C.COL_WORD + 4] = small * small
     return torch.cat([partials, row], 1)

@@ -25,14 +25,21 @@ from rl_engine.contracts import LossReductionSpec, ObjectiveSpec, OnEmpty
 from rl_engine.errors import InputError, RLEngineError
 from rl_engine.loss.arithmetic import LossArithmetic
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
-from rl_engine.loss.sums import LossSums, attach_gradient, fp32_bits, from_fp32_bits
+from rl_engine.loss.sums import LossSums, attach_gradient
 from rl_engine.mesh import Axis, Claim, all_reduce_sum, preflight_mesh
+from rl_engine.numerics.bits import fp32_bits, from_fp32_bits
 
-__all__ = ["LossBatch", "gather_sequences", "policy_loss_from_logps"]
+__all__ = [
+    "TokenBatch",
+    "explain_values",
+    "gather_sequences",
+    "policy_loss_from_logps",
+    "report_problems",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class LossBatch:
+class TokenBatch:
     """This rank's tokens of the batch.
 
     Attributes:
@@ -63,7 +70,7 @@ class GatheredSequences:
     active_tokens: Tensor
 
 
-def gather_sequences(rewards: Tensor | None, batch: LossBatch, dp: Axis) -> GatheredSequences:
+def gather_sequences(rewards: Tensor | None, batch: TokenBatch, dp: Axis) -> GatheredSequences:
     """Step 1: replicate rewards and active-token counts. One collective over DP.
 
     Args:
@@ -95,7 +102,7 @@ class Evaluated:
 
 def policy_loss_from_logps(
     logp: Tensor,
-    batch: LossBatch,
+    batch: TokenBatch,
     gathered: GatheredSequences,
     token_advantages: Tensor | None,
     ref: Tensor | None,
@@ -221,7 +228,7 @@ def report_problems(
         )
 
 
-def explain_values(batch: LossBatch, named: Sequence[tuple[str, Tensor | None]]) -> InputError | None:
+def explain_values(batch: TokenBatch, named: Sequence[tuple[str, Tensor | None]]) -> InputError | None:
     """The first active token whose value has no meaning, as an error; None where all have.
 
     Args:

@@ -38,7 +38,7 @@ from rl_engine.logprob.op import (
 )
 from rl_engine.loss.arithmetic import ExactArithmetic, LossArithmetic
 from rl_engine.loss.evaluate import (
-    LossBatch,
+    TokenBatch,
     explain_values,
     gather_sequences,
     policy_loss_from_logps,
@@ -173,7 +173,7 @@ class DistributedGRPOLossOp:
             sharding = contract.sharding
             device = policy_local_logits.device
             tokens = torch.arange(policy_local_logits.shape[0], device=device)
-            batch = LossBatch(
+            batch = TokenBatch(
                 old=old_logps.detach(),
                 active=active,
                 sequence=tokens // max(1, sharding.padded_seq_len) + sharding.local_sequence_start,
@@ -251,7 +251,7 @@ class DistributedGRPOLossOp:
         policy_logits: Tensor,
         ref_logits: Tensor | None,
         action_ids: Tensor,
-        batch: LossBatch,
+        batch: TokenBatch,
         rewards: Tensor | None,
         advantages: Tensor | None,
         ref: Tensor | None,
@@ -414,7 +414,7 @@ def check_sequences(n: int, num_local: int, rewards: Tensor | None, advantages: 
         raise InputError(f"{name} is {values.dtype}, expected a real number per sequence; use .float()")
 
 
-def per_token(advantages: Tensor, batch: LossBatch) -> Tensor:
+def per_token(advantages: Tensor, batch: TokenBatch) -> Tensor:
     """[N] fp32 constants from checked advantages, [S_local] or [N]."""
     values = advantages.detach().to(batch.active.device).float()
     if values.shape == batch.sequence.shape:

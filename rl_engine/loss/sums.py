@@ -123,10 +123,7 @@ def reduce_terms(
     guarded = terms.guarded.sum()[None]
     packed = all_reduce_sum(dp, torch.cat([*(a.flatten() for a in accs), guarded, extra]))
     size = num_sequences * C.ACC_COLUMNS
-    accs = [
-        normalise(packed[i * size : (i + 1) * size].view(num_sequences, C.ACC_COLUMNS))
-        for i in range(len(accs))
-    ]
+    accs = [packed[i * size : (i + 1) * size].view(num_sequences, C.ACC_COLUMNS) for i in range(len(accs))]
     rest = packed[len(accs) * size :]
 
     per_sequence = [close_fp32(a) for a in accs]
@@ -182,13 +179,3 @@ def attach_gradient(
     coefficient = terms.gradient * weights[sequence]
     function = cast(Any, _Attach)
     return function.apply(logp, loss, torch.where(terms.gradient != 0, coefficient, 0.0))
-
-
-def fp32_bits(values: Tensor) -> Tensor:
-    """The bit patterns of fp32 values as int64 in [0, 2^32): how floats travel through integer sums."""
-    return values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-
-
-def from_fp32_bits(bits: Tensor) -> Tensor:
-    """The fp32 values of patterns in [0, 2^32)."""
-    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics import constants as C
+from rl_engine.numerics.bits import fp32_bits
 
 __all__ = ["accumulate", "close_fp32", "close_fp64", "normalise"]
 
@@ -31,7 +32,7 @@ def accumulate(values: Tensor, index: Tensor, num_segments: int) -> Tensor:
     Returns:
         [S, 14] int64 accumulators (not carry-normalised; at most 2^31 values a segment).
     """
-    bits = values.detach().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    bits = fp32_bits(values.detach())
     exponent = (bits >> 23) & 0xFF
     mantissa = bits & 0x7FFFFF
     finite = exponent != 0xFF

@@ -40,6 +40,7 @@ from rl_engine.numerics.cpu_bits import (
     round_to,
     to_int,
 )
+from rl_engine.numerics.words import empty_partial, note_target
 
 __all__ = ["gradient", "partial"]
 
@@ -370,8 +371,7 @@ def partial(
         [n, K] int64 partials.
     """
     num_rows = logits.shape[0]
-    columns = C.ENTROPY_COLUMNS if with_entropy else C.PARTIAL_COLUMNS
-    out = torch.zeros(num_rows, columns, dtype=torch.int64, device=logits.device)
+    out = empty_partial(num_rows, with_entropy=with_entropy, device=logits.device)
     if num_rows and logits.shape[1]:
         _, _, key_neginf, key_posinf = _VIEWS[logits.dtype]
         bits, rows = _bits(logits), out.numpy()
@@ -383,14 +383,7 @@ def partial(
             )
 
         _over_rows(num_rows, work)
-    else:
-        out[:, C.COL_EXPONENT] = C.EMPTY_EXPONENT
-    owned = target_local >= 0
-    if logits.shape[1]:
-        x_t = logits.detach().gather(1, target_local.clamp(min=0)[:, None])[:, 0].float()
-        pattern = x_t.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        out[:, C.COL_TARGET] = torch.where(owned, pattern, 0)
-    out[:, C.COL_FLAGS] += torch.where(owned, C.FLAG_OWNED, 0)
+    note_target(out, logits, target_local)
     return out
 
 

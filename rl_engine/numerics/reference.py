@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_engine.numerics import constants as C
 from rl_engine.numerics.exp import exp2_poly, fma32, scale_by_power_of_two
-from rl_engine.numerics.words import empty_partial, merge
+from rl_engine.numerics.words import empty_partial, merge, note_target
 
 __all__ = ["gradient", "partial"]
 
@@ -54,12 +54,7 @@ def partial(
         piece = empty_partial(len(out[rows]), with_entropy=with_entropy, device=logits.device)
         _partial_rows(logits[rows, columns].float(), scale_l, piece)
         out[rows] = merge(torch.stack([out[rows], piece]))
-    owned = target_local >= 0
-    if real_cols > 0:
-        x_t = logits.gather(1, target_local.clamp(min=0)[:, None])[:, 0].float()
-        bits = x_t.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        out[:, C.COL_TARGET] = torch.where(owned, bits, 0)
-    out[:, C.COL_FLAGS] += torch.where(owned, C.FLAG_OWNED, 0)
+    note_target(out, logits, target_local)
     return out
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_engine.numerics import constants as C
+from rl_engine.numerics.bits import fp32_bits, from_fp32_bits
 
 __all__ = [
     "ClosedRows",
@@ -24,6 +25,7 @@ __all__ = [
     "inverse_temperature",
     "log2_series",
     "merge",
+    "note_target",
     "raise_exponent",
     "temperature_scale",
 ]
@@ -65,6 +67,21 @@ def empty_partial(num_rows: int, *, with_entropy: bool, device: torch.device | N
     out = torch.zeros(num_rows, columns, dtype=torch.int64, device=device)
     out[:, C.COL_EXPONENT] = C.EMPTY_EXPONENT
     return out
+
+
+def note_target(partial: Tensor, logits: Tensor, target_local: Tensor) -> None:
+    """Write into [n, K] partials which rows' targets are here, and their logits by bit pattern.
+
+    Args:
+        partial: [n, K] int64, changed in place.
+        logits: [n, V_local] of any of the three dtypes.
+        target_local: [n] int64, the target's column in this shard, −1 where another rank owns it.
+    """
+    owned = target_local >= 0
+    if logits.shape[1]:
+        x_t = logits.detach().gather(1, target_local.clamp(min=0)[:, None])[:, 0].float()
+        partial[:, C.COL_TARGET] = torch.where(owned, fp32_bits(x_t), 0)
+    partial[:, C.COL_FLAGS] += torch.where(owned, C.FLAG_OWNED, 0)
 
 
 def raise_exponent(partial: Tensor, exponent: Tensor) -> Tensor:
@@ -162,7 +179,7 @@ def close_rows(partial: Tensor, scale_l: float) -> ClosedRows:
     lse = (lse2 * C.LN2_64).float()
 
     target = partial[:, C.COL_TARGET]
-    x_t = torch.where(target >= 1 << 31, target - (1 << 32), target).to(torch.int32).view(torch.float32)
+    x_t = from_fp32_bits(target)
     v = ((x_t.double() * scale_l - lse2) * C.LN2_64).float()
     v = torch.where(owned, v, torch.nan)
     logp = torch.where((v < 0) | v.isnan(), v, 0.0)
