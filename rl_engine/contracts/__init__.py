@@ -3,6 +3,7 @@
 Nothing here imports torch or looks at a tensor.
 """
 
+from rl_engine.contracts.context import context_ranges as context_ranges
 from rl_engine.contracts.logprob import DEFAULT_IGNORE_INDEX as DEFAULT_IGNORE_INDEX
 from rl_engine.contracts.logprob import DEFAULT_NUM_VOCAB_TILES as DEFAULT_NUM_VOCAB_TILES
 from rl_engine.contracts.logprob import MAX_TEMPERATURE as MAX_TEMPERATURE
@@ -31,7 +32,9 @@ from rl_engine.contracts.loss import AdvantageNormalizer as AdvantageNormalizer
 from rl_engine.contracts.loss import AdvantageReplication as AdvantageReplication
 from rl_engine.contracts.loss import AdvantageSpec as AdvantageSpec
 from rl_engine.contracts.loss import AdvantageVariance as AdvantageVariance
+from rl_engine.contracts.loss import BatchPlan as BatchPlan
 from rl_engine.contracts.loss import ClipSpec as ClipSpec
+from rl_engine.contracts.loss import ContextSplit as ContextSplit
 from rl_engine.contracts.loss import DataParallelReduction as DataParallelReduction
 from rl_engine.contracts.loss import GRPOLossContract as GRPOLossContract
 from rl_engine.contracts.loss import KLEstimator as KLEstimator
@@ -55,7 +58,9 @@ __all__ = [
     "AdvantageReplication",
     "AdvantageSpec",
     "AdvantageVariance",
+    "BatchPlan",
     "ClipSpec",
+    "ContextSplit",
     "DataParallelReduction",
     "DeterminismScope",
     "DowncastAt",
@@ -85,4 +90,5 @@ __all__ = [
     "ShardingSpec",
     "TokenNormalizer",
     "Transport",
+    "context_ranges",
 ]

@@ -23,6 +23,7 @@ from rl_engine.contracts._capability import (
 from rl_engine.contracts._checks import LOSS_RULES
 from rl_engine.contracts._json import fingerprint, from_mapping, to_mapping
 from rl_engine.contracts.batch import LossShardingSpec as LossShardingSpec
+from rl_engine.contracts.context import ContextSplit as ContextSplit
 from rl_engine.contracts.logprob import LogprobContract, LogprobRole, MeshAxis
 from rl_engine.contracts.objective import MAX_LOG_RATIO_GUARD as MAX_LOG_RATIO_GUARD
 from rl_engine.contracts.objective import AdvantageNormalizer as AdvantageNormalizer
@@ -36,6 +37,7 @@ from rl_engine.contracts.objective import LossReductionSpec as LossReductionSpec
 from rl_engine.contracts.objective import ObjectiveSpec as ObjectiveSpec
 from rl_engine.contracts.objective import OnEmpty as OnEmpty
 from rl_engine.contracts.objective import TokenNormalizer as TokenNormalizer
+from rl_engine.contracts.plan import BatchPlan as BatchPlan
 from rl_engine.contracts.reduction import AccDtype, DeterminismScope
 
 __all__ = [
@@ -44,7 +46,9 @@ __all__ = [
     "AdvantageReplication",
     "AdvantageSpec",
     "AdvantageVariance",
+    "BatchPlan",
     "ClipSpec",
+    "ContextSplit",
     "DataParallelReduction",
     "GRPOLossContract",
     "ImplementationKind",
@@ -141,9 +145,12 @@ class GRPOLossContract:
                 f"{name}.role", logprob.role, rule, "pass role='train'; torch.no_grad() skips the gradients"
             )
         if logprob.num_tokens is not None and logprob.num_tokens != shards.num_local_tokens:
+            slots = shards.num_local_tokens
             rule = (
                 f"must be num_local_sequences × padded_seq_len = {shards.num_local_sequences} × "
-                f"{shards.padded_seq_len} = {shards.num_local_tokens}"
+                f"{shards.padded_seq_len} = {slots}"
+                if shards.is_contiguous
+                else f"must be the {slots} slots of this rank's segments"
             )
             rules.fail(
                 f"{name}.mask.num_tokens", logprob.num_tokens, rule, "pass the mask of this rank's sequences"
@@ -177,8 +184,8 @@ class GRPOLossContract:
         Args:
             axis: `tp` for ranks that hold the same tokens and other columns: everything but tp_rank. `dp`,
                 `cp` and None are the same: what must agree over the whole mesh, so no rank at all, and
-                neither the padded length nor the number of tokens nor the mask. It does not depend on
-                tp_rank, so that TP siblings make the same claim to their DP peers.
+                neither the padded length nor the segments nor the number of tokens nor the mask. It does not
+                depend on tp_rank, so that TP siblings make the same claim to their DP peers.
 
         Returns:
             64 hexadecimal digits.
@@ -193,6 +200,7 @@ class GRPOLossContract:
         if along is not MeshAxis.TP:
             for local in ("dp_rank", "cp_rank", "padded_seq_len"):
                 del sharding[local]
+            sharding["segments"] = None if self.sharding.is_contiguous else "each rank's own"
         return {
             "contract": "grpo_loss",
             "logprob": self.logprob.agreement_fields(along),
