@@ -15,15 +15,10 @@ from rl_engine.api.shapes import check_specs, check_told_alike, flat_advantages_
 from rl_engine.contracts import LossReductionSpec, ObjectiveSpec
 from rl_engine.errors import InputError
 from rl_engine.loss.arithmetic import ExactArithmetic
-from rl_engine.loss.evaluate import (
-    TokenBatch,
-    explain_values,
-    gather_sequences,
-    policy_loss_from_logps,
-    report_problems,
-)
+from rl_engine.loss.evaluate import explain_values, policy_loss_from_logps, report_problems
 from rl_engine.loss.grpo import check_sequences, check_tokens, per_token
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
+from rl_engine.loss.sequences import TokenBatch, gather_sequences
 from rl_engine.mesh import Axis, gather_json, guard
 
 __all__ = ["policy_loss"]
@@ -113,14 +108,14 @@ def policy_loss(
             old=old.detach(),
             active=active,
             sequence=torch.arange(b * t, device=logps.device) // max(1, t) + first,
-            first_sequence=first,
+            own_sequences=torch.arange(first, first + b, device=logps.device),
             num_sequences=total,
         )
         token_advantages = per_token(values, batch)
         reference = None if ref is None else ref.detach()
         flat_logps = logps.reshape(-1)
         arithmetic = ExactArithmetic()
-        gathered = gather_sequences(None, batch, dp)
+        gathered = gather_sequences(None, batch, (dp,))
         evaluated = policy_loss_from_logps(
             flat_logps,
             batch,
@@ -142,7 +137,7 @@ def policy_loss(
                 advantage=None,
                 active_mask=active.clone(),
             ),
-            dp=dp,
+            axes=(dp,),
         )
     report_problems(
         evaluated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -41,7 +42,7 @@ class LossArithmetic(Protocol):
         ...
 
     def token_weights(self, active_tokens: Tensor, reduction: LossReductionSpec, dp_size: int) -> Tensor:
-        """[S] fp32 gradient weight of a token of each sequence."""
+        """[S] fp32 gradient weight of a token of each sequence; `dp_size` is the DP × CP degree."""
         ...
 
     def reduce_terms(
@@ -53,7 +54,7 @@ class LossArithmetic(Protocol):
         *,
         objective: ObjectiveSpec,
         reduction: LossReductionSpec,
-        dp: Axis,
+        axes: Sequence[Axis],
     ) -> LossSums:
         """Token terms of all ranks to the loss."""
         ...

@@ -2,18 +2,20 @@
 
 Steps, on every rank, after the callers' checks and preflight:
 
-1. one all-reduce(SUM) of int64 over DP: rewards by bit pattern at their global place, active-token counts.
+1. one all-reduce(SUM) of int64 over DP, one over CP: rewards and active-token counts of every sequence
+   (:mod:`rl_engine.loss.sequences`).
 2. advantages of every group, on every rank; advantages that were given stay where they are.
 3. token terms and their gradient weights; no communication.
-4. one all-reduce(SUM) of int64 over DP: the exact sums, with the count of ranks that found a problem in
-   their values.
+4. one all-reduce(SUM) of int64 over DP, one over CP: the exact sums, with the count of ranks that found a
+   problem in their values.
 5. with `validate`: one read. A problem anywhere becomes an error on every rank of the mesh.
 
-Shapes: N local tokens, S sequences of the whole batch, S_local of this rank.
+Shapes: N local tokens, S sequences of the whole batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -25,68 +27,11 @@ from rl_engine.contracts import LossReductionSpec, ObjectiveSpec, OnEmpty
 from rl_engine.errors import InputError, RLEngineError
 from rl_engine.loss.arithmetic import LossArithmetic
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
+from rl_engine.loss.sequences import GatheredSequences, TokenBatch
 from rl_engine.loss.sums import LossSums, attach_gradient
-from rl_engine.mesh import Axis, Claim, all_reduce_sum, preflight_mesh
-from rl_engine.numerics.bits import fp32_bits, from_fp32_bits
+from rl_engine.mesh import Axis, Claim, preflight_mesh
 
-__all__ = [
-    "TokenBatch",
-    "explain_values",
-    "gather_sequences",
-    "policy_loss_from_logps",
-    "report_problems",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """This rank's tokens of the batch.
-
-    Attributes:
-        old: [N] fp32 log-probs of the behaviour policy.
-        active: [N] bool.
-        sequence: [N] int64, the global sequence of each token.
-        first_sequence: global index of this rank's first sequence.
-        num_sequences: S.
-    """
-
-    old: Tensor
-    active: Tensor
-    sequence: Tensor
-    first_sequence: int
-    num_sequences: int
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredSequences:
-    """What every rank knows of every sequence.
-
-    Attributes:
-        rewards: [S] fp32, zeros where advantages were given instead.
-        active_tokens: [S] int64.
-    """
-
-    rewards: Tensor
-    active_tokens: Tensor
-
-
-def gather_sequences(rewards: Tensor | None, batch: TokenBatch, dp: Axis) -> GatheredSequences:
-    """Step 1: replicate rewards and active-token counts. One collective over DP.
-
-    Args:
-        rewards: [S_local] fp32 of this rank's sequences, None where advantages were given.
-        batch: This rank's tokens.
-        dp: The DP axis.
-
-    Returns:
-        The same on every rank.
-    """
-    table = torch.zeros(2, batch.num_sequences, dtype=torch.int64, device=batch.active.device)
-    if rewards is not None:
-        table[0, batch.first_sequence : batch.first_sequence + len(rewards)] = fp32_bits(rewards)
-    table[1].scatter_add_(0, batch.sequence, batch.active.to(torch.int64))
-    table = all_reduce_sum(dp, table)
-    return GatheredSequences(from_fp32_bits(table[0]), table[1])
+__all__ = ["Evaluated", "explain_values", "policy_loss_from_logps", "report_problems"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +58,7 @@ def policy_loss_from_logps(
     reduction: LossReductionSpec,
     arithmetic: LossArithmetic,
     provenance: LossProvenance,
-    dp: Axis,
+    axes: Sequence[Axis],
 ) -> Evaluated:
     """Steps 2 to 4.
 
@@ -129,7 +74,7 @@ def policy_loss_from_logps(
         reduction: The normaliser.
         arithmetic: Exact or naive.
         provenance: Goes into the result.
-        dp: The DP axis.
+        axes: DP and CP.
 
     Returns:
         The result, not yet validated.
@@ -141,7 +86,7 @@ def policy_loss_from_logps(
         token_advantages = advantages[batch.sequence]
     live = logp.detach()
     terms = arithmetic.token_terms(live, batch.old, token_advantages, ref, batch.active, objective)
-    weights = arithmetic.token_weights(counts, reduction, dp.size)
+    weights = arithmetic.token_weights(counts, reduction, math.prod(axis.size for axis in axes))
     problem = (batch.active & ~(live.isfinite() & batch.old.isfinite() & token_advantages.isfinite())).any()
     problem = problem | ~terms.surrogate.isfinite().all()  # a huge advantage times a huge ratio
     if ref is not None:
@@ -155,7 +100,7 @@ def policy_loss_from_logps(
         problem.to(torch.int64)[None],
         objective=objective,
         reduction=reduction,
-        dp=dp,
+        axes=axes,
     )
     result = GRPOLossResult(
         loss=attach_gradient(sums.loss, logp, terms, batch.sequence, weights),
@@ -185,26 +130,34 @@ def report_problems(
 
     Args:
         evaluated: From :func:`policy_loss_from_logps`.
-        gathered: The replicated rewards.
+        gathered: What every rank knows of every sequence.
         explain_local: Finds the error of this rank, if it has one; called on every rank once any has a
             problem.
         reduction: For `on_empty`.
         validate: Whether to look at values at all.
-        axes: TP, then DP.
+        axes: TP, DP, CP.
 
     Raises:
-        InputError: A value that has no meaning, named; or nothing active under `on_empty="error"`.
+        InputError: A value that has no meaning, or a sequence that is not held once, named; or nothing
+            active under `on_empty="error"`.
         AgreementError: Another rank of the mesh has such a value.
     """
     must_have_tokens = reduction.on_empty is OnEmpty.ERROR
     if not (validate or must_have_tokens):
         return
     bad_rewards = ~gathered.rewards.isfinite()
-    flags = [evaluated.sums.extra[0], bad_rewards.sum(), evaluated.result.num_active_tokens]
+    flags = [
+        evaluated.sums.extra[0],
+        gathered.num_problems(),
+        bad_rewards.sum(),
+        evaluated.result.num_active_tokens,
+    ]
     read = cast("list[int]", torch.stack(flags).tolist())
-    num_problems, num_bad_rewards, num_active = read
+    num_problems, num_bad_sequences, num_bad_rewards, num_active = read
     error: RLEngineError | None = None
-    if validate and num_bad_rewards:
+    if validate and num_bad_sequences:
+        error = gathered.explain()
+    elif validate and num_bad_rewards:
         i = int(bad_rewards.nonzero()[0, 0])
         error = InputError(
             f"reward of sequence {i} is {float(gathered.rewards[i])}, expected a finite number; look at the "

@@ -1,21 +1,24 @@
 """The distributed GRPO loss: contract and tensors in, the global loss out, the same bits in every layout.
 
-Steps of a call, on every rank of the TP × DP mesh:
+Steps of a call, on every rank of the TP × DP × CP mesh:
 
 1. local checks; a failure is kept, not raised yet.
-2. with `validate`: preflight over TP, then DP (contract, backends, numerics, failures of step 1). The first
-   collective of the call on either axis: afterwards every rank has raised, or none.
-3. all-reduce(SUM) over DP: rewards by bit pattern, active-token counts (:mod:`rl_engine.loss.evaluate`,
-   step 1).
+2. with `validate`: preflight over TP, DP, CP (contract, backends, numerics, failures of step 1). The first
+   collective of the call on each axis: afterwards every rank has raised, or none.
+3. all-reduce(SUM) over DP, then CP: rewards by bit pattern, active-token counts, who holds what
+   (:mod:`rl_engine.loss.sequences`).
 4. logprobs of the policy, then of the reference without gradient: one packed exchange over TP each.
-5. advantages, token terms, and all-reduce(SUM) over DP of the exact sums.
+5. advantages, token terms, and all-reduce(SUM) over DP, then CP, of the exact sums.
 6. with `validate`: one read; a problem anywhere raises on every rank.
 
 Backward: elementwise on each rank's own logits, no collective. A rank's logits receive the gradient of the
-*global* loss; a trainer that averages gradients over DP says so by `data_parallel_reduction="mean"`.
+*global* loss; a trainer that averages gradients over DP (and CP) says so by `data_parallel_reduction="mean"`.
+
+DP and CP ranks alike hold other tokens: the sums do not see which axis a token lies on, so one group over
+both may be passed as `dp_group` with a sharding of segments, for half the collectives.
 
 Deliberately not done: nothing is divided before the sum is complete, no collective adds floats, no rank
-drops a sequence.
+drops a sequence, and no token is moved: attention over CP is the model's.
 """
 
 from __future__ import annotations
@@ -37,14 +40,9 @@ from rl_engine.logprob.op import (
     problem_flag,
 )
 from rl_engine.loss.arithmetic import ExactArithmetic, LossArithmetic
-from rl_engine.loss.evaluate import (
-    TokenBatch,
-    explain_values,
-    gather_sequences,
-    policy_loss_from_logps,
-    report_problems,
-)
+from rl_engine.loss.evaluate import explain_values, policy_loss_from_logps, report_problems
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
+from rl_engine.loss.sequences import TokenBatch, gather_sequences, token_batch
 from rl_engine.mesh import Axis, Claim, guard, preflight_mesh
 from rl_engine.numerics.float_mode import require_gradual_underflow
 from rl_engine.registry import kernel_registry
@@ -53,7 +51,7 @@ __all__ = ["DistributedGRPOLossOp", "load_exact"]
 
 
 class DistributedGRPOLossOp:
-    """GRPO over TP × DP: ratio, clip, KL, group advantages and global normalisation.
+    """GRPO over TP × DP × CP: ratio, clip, KL, group advantages and global normalisation.
 
     loss = normalise(Σ −min(r·A, clip(r)·A)) + β·normalise(Σ KL), with r = exp(logp − old) (Shao et al.,
     "DeepSeekMath", 2024, eq. 3); normalisers and asymmetric clip as in Yu et al., "DAPO", 2025, and Liu et
@@ -101,15 +99,18 @@ class DistributedGRPOLossOp:
     ) -> GRPOLossResult:
         """Evaluate the loss over the whole mesh.
 
-        Collectives with `validate`: TP preflight, DP preflight, DP all-reduce, TP exchange (two with
-        reference logits), DP all-reduce. Without: the same less the preflights. On an axis of one rank:
-        none.
+        Collectives with `validate`: a preflight over each axis, all-reduces over DP and CP, TP exchange
+        (two with reference logits), all-reduces over DP and CP. Without: the same less the preflights. On
+        an axis of one rank: none.
 
         Args:
-            policy_local_logits: [N, V_local] this rank's sequences × padded length, this rank's columns.
+            policy_local_logits: [N, V_local] this rank's token slots in the order of its sharding, this
+                rank's columns.
             action_ids: [N] int64 or int32 sampled tokens, aligned with the logits that predict them.
             old_logps: [N] fp32 log-probs at sampling; constants.
-            rewards: [S_local] rewards of this rank's sequences, cast to fp32; constants.
+            rewards: [S_local] rewards of this rank's sequences, in the order of
+                `LossShardingSpec.local_sequences`, cast to fp32; constants. CP ranks that share a sequence
+                all pass its reward.
             contract: What is asked.
             mask: [N] bool active tokens; None takes the contract's, else all whose id is not the ignore
                 index.
@@ -117,8 +118,8 @@ class DistributedGRPOLossOp:
             ref_logps: [N] fp32 reference log-probs, instead of logits.
             advantages: [S_local] or [N] fp32, instead of rewards.
             tp_group: Ranks that share the sequences and split the vocabulary.
-            dp_group: Ranks that split the sequences.
-            cp_group: Not supported beyond one rank.
+            dp_group: Ranks that hold other sequences.
+            cp_group: Ranks that hold other tokens of the same sequences.
             validate: Check agreement and values; False trusts the caller and never synchronises. The same
                 on every rank.
             logprob_backend: Registry policy or id for the logprobs.
@@ -165,25 +166,18 @@ class DistributedGRPOLossOp:
                 "reference logps": str(ref_logps is not None),
                 "rewards": str(rewards is not None),
             }
-            self._announce(tp, dp, contract, logprob_op, given, error)
+            self._announce((tp, dp, cp), contract, logprob_op, given, error)
 
-        with guard(tp, dp):
+        with guard(tp, dp, cp):
             if error is not None:
                 raise error
             sharding = contract.sharding
             device = policy_local_logits.device
-            tokens = torch.arange(policy_local_logits.shape[0], device=device)
-            batch = TokenBatch(
-                old=old_logps.detach(),
-                active=active,
-                sequence=tokens // max(1, sharding.padded_seq_len) + sharding.local_sequence_start,
-                first_sequence=sharding.local_sequence_start,
-                num_sequences=sharding.num_sequences,
-            )
+            batch = token_batch(sharding, old_logps.detach(), active)
             own_rewards = None if rewards is None else rewards.detach().to(device).float()
             own_advantages = None if advantages is None else per_token(advantages, batch)
             ref = None if ref_logps is None else ref_logps.detach()
-            gathered = gather_sequences(own_rewards, batch, dp)
+            gathered = gather_sequences(own_rewards, batch, (dp, cp))
             calls = self._logprobs(
                 policy_local_logits,
                 ref_local_logits,
@@ -211,8 +205,8 @@ class DistributedGRPOLossOp:
                 objective=contract.objective,
                 reduction=contract.reduction,
                 arithmetic=self.arithmetic,
-                provenance=self._provenance(contract, logprob_op, tp, dp, active, rewards is not None),
-                dp=dp,
+                provenance=self._provenance(contract, logprob_op, (tp, dp, cp), active, rewards is not None),
+                axes=(dp, cp),
             )
 
         def explain_local() -> RLEngineError | None:
@@ -242,7 +236,7 @@ class DistributedGRPOLossOp:
             explain_local,
             reduction=contract.reduction,
             validate=validate,
-            axes=(tp, dp),
+            axes=(tp, dp, cp),
         )
         return evaluated.result
 
@@ -293,22 +287,24 @@ class DistributedGRPOLossOp:
         sharding = contract.sharding
         n = logits.shape[0]
         if n != sharding.num_local_tokens:
+            slots = f"{sharding.num_local_sequences} sequences × {sharding.padded_seq_len} tokens"
+            if not sharding.is_contiguous:
+                slots = f"segments of {sharding.num_local_sequences} sequences, together"
+            equals = "=" if sharding.is_contiguous else "of"
             raise InputError(
-                f"logits have {n} rows, the contract gives DP rank {sharding.dp_rank} "
-                f"{sharding.num_local_sequences} sequences × "
-                f"{sharding.padded_seq_len} tokens = {sharding.num_local_tokens}"
+                f"logits have {n} rows, the contract gives DP rank {sharding.dp_rank} {slots} {equals} "
+                f"{sharding.num_local_tokens}"
             )
-        if cp.size > 1 or sharding.cp_world_size > 1:
-            raise InputError(
-                f"the context-parallel axis has {max(cp.size, sharding.cp_world_size)} ranks, and the loss "
-                f"is not split over one; pass cp_group=None and a contract with cp_world_size=1"
-            )
-        if dp.size != sharding.dp_world_size or dp.rank != sharding.dp_rank:
-            raise InputError(
-                f"the contract is for DP rank {sharding.dp_rank} of {sharding.dp_world_size}, the call has "
-                f"rank {dp.rank} of "
-                f"{dp.size}; pass dp_group=, or build the sharding from that group"
-            )
+        for axis, rank, size in (
+            (dp, sharding.dp_rank, sharding.dp_world_size),
+            (cp, sharding.cp_rank, sharding.cp_world_size),
+        ):
+            if axis.size != size or axis.rank != rank:
+                raise InputError(
+                    f"the contract is for {axis.name.upper()} rank {rank} of {size}, the call has rank "
+                    f"{axis.rank} of {axis.size}; pass {axis.name}_group=, or build the sharding from that "
+                    f"group"
+                )
         check_tokens(n, logits.device, old_logps=old_logps, ref_logps=ref_logps)
         check_sequences(n, sharding.num_local_sequences, rewards, advantages)
         if ref_logits is not None and ref_logps is not None:
@@ -327,27 +323,26 @@ class DistributedGRPOLossOp:
 
     def _announce(
         self,
-        tp: Axis,
-        dp: Axis,
+        axes: tuple[Axis, Axis, Axis],
         contract: GRPOLossContract,
         logprob_op: VocabParallelLogprobOp,
         given: dict[str, str],
         error: Exception | None,
     ) -> None:
-        if tp.size == 1 and dp.size == 1:
+        if all(axis.size == 1 for axis in axes):
             return
         loss = {
             "loss_backend": self.arithmetic.backend_id,
             "loss_numerics_id": self.arithmetic.numerics_id,
         }
         shared = logprob_op.identity() | loss | given
-        on_tp, on_dp = dict(shared), dict(shared)
+        on_tp, on_mesh = dict(shared), dict(shared)
         if isinstance(contract, GRPOLossContract):
             on_tp |= flatten_fields(contract.agreement_fields(MeshAxis.TP))
-            on_dp |= flatten_fields(contract.agreement_fields(None))
+            on_mesh |= flatten_fields(contract.agreement_fields(None))
         claims = [
             Claim(axis=axis, fingerprint=json.dumps(facts), facts=facts)
-            for axis, facts in ((tp, on_tp), (dp, on_dp))
+            for axis, facts in zip(axes, (on_tp, on_mesh, on_mesh), strict=True)
         ]
         preflight_mesh(claims, error=error)
 
@@ -355,11 +350,11 @@ class DistributedGRPOLossOp:
         self,
         contract: GRPOLossContract,
         op: VocabParallelLogprobOp,
-        tp: Axis,
-        dp: Axis,
+        axes: tuple[Axis, Axis, Axis],
         active: Tensor,
         from_rewards: bool,
     ) -> LossProvenance:
+        tp, dp, cp = axes
         identity = op.identity()
         exact = self.arithmetic.numerics_id == identity["numerics_id"]
         return LossProvenance(
@@ -371,6 +366,7 @@ class DistributedGRPOLossOp:
             contract=contract,
             advantage=contract.objective.advantage if from_rewards else None,
             active_mask=active.clone(),
+            cp_world_size=cp.size,
         )
 
 
@@ -419,7 +415,7 @@ def per_token(advantages: Tensor, batch: TokenBatch) -> Tensor:
     values = advantages.detach().to(batch.active.device).float()
     if values.shape == batch.sequence.shape:
         return values
-    return values[batch.sequence - batch.first_sequence]
+    return batch.spread(values)
 
 
 def load_exact() -> DistributedGRPOLossOp:

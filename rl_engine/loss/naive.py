@@ -9,6 +9,7 @@ Legend: N local tokens, S sequences of the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -26,7 +27,7 @@ from rl_engine.contracts import (
 from rl_engine.loss.grpo import DistributedGRPOLossOp
 from rl_engine.loss.objective import TokenTerms
 from rl_engine.loss.sums import LossSums
-from rl_engine.mesh import Axis, all_reduce_float, all_reduce_sum
+from rl_engine.mesh import Axis, all_reduce_float, all_reduce_sum_over
 
 __all__ = ["NaiveArithmetic", "load"]
 
@@ -108,17 +109,19 @@ class NaiveArithmetic:
         *,
         objective: ObjectiveSpec,
         reduction: LossReductionSpec,
-        dp: Axis,
+        axes: Sequence[Axis],
     ) -> LossSums:
-        """Sum per rank with `torch.sum`, then over DP: one float all-reduce, one of the integers."""
+        """Sum per rank with `torch.sum`, then over each axis: one float all-reduce, one of the integers."""
         policy, per_sequence_policy = self._local(terms.surrogate, sequence, active_tokens, reduction)
         if terms.kl is None:
             kl, per_sequence_kl = torch.zeros_like(policy), torch.zeros_like(per_sequence_policy)
         else:
             kl, per_sequence_kl = self._local(terms.kl, sequence, active_tokens, reduction)
         local = torch.cat([policy[None], kl[None], per_sequence_policy, per_sequence_kl])
-        summed = all_reduce_float(dp, local, "sum")
-        counts = all_reduce_sum(dp, torch.cat([terms.guarded.sum()[None], extra]))
+        summed = local
+        for axis in axes:
+            summed = all_reduce_float(axis, summed, "sum")
+        counts = all_reduce_sum_over(axes, torch.cat([terms.guarded.sum()[None], extra]))
 
         policy, kl = summed[0], summed[1]
         per_sequence_policy, per_sequence_kl = summed[2:].view(2, -1)

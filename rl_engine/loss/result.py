@@ -28,6 +28,7 @@ class LossProvenance:
         contract: What was asked, or None where log-probs were handed in without one.
         advantage: How rewards became advantages, or None where advantages were given.
         active_mask: [N] bool, this rank's active tokens.
+        cp_world_size: CP degree.
     """
 
     loss_backend: str
@@ -38,6 +39,7 @@ class LossProvenance:
     contract: GRPOLossContract | None
     advantage: AdvantageSpec | None
     active_mask: Tensor = field(repr=False, compare=False)
+    cp_world_size: int = 1
 
     @cached_property
     def active_mask_sha256(self) -> str:
@@ -52,6 +54,7 @@ class LossProvenance:
             "numerics_id": self.numerics_id,
             "tp_world_size": self.tp_world_size,
             "dp_world_size": self.dp_world_size,
+            "cp_world_size": self.cp_world_size,
             "contract": None if self.contract is None else self.contract.to_dict(),
             "advantage": None if self.advantage is None else self.advantage.to_dict(),
             "active_mask_sha256": self.active_mask_sha256,

@@ -1,14 +1,15 @@
 """From token terms to the global loss: exact sums token → sequence → mesh, and the weight of every token.
 
-One all-reduce(SUM) of integers over DP, whatever the ranks own: an accumulator per sequence and quantity,
-with the counts that ride along. Sequences may be split over ranks in any way, or padded in any way, without
-a bit changing.
+One all-reduce(SUM) of integers over DP, and one over CP, whatever the ranks own: an accumulator per sequence
+and quantity, with the counts that ride along. Sequences may be split over ranks in any way, or padded in any
+way, without a bit changing.
 
 Shapes: N local tokens, S sequences of the whole batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,11 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from rl_engine.contracts import DataParallelReduction, LossReductionSpec, ObjectiveSpec, TokenNormalizer
 from rl_engine.loss.objective import TokenTerms
-from rl_engine.mesh import Axis, all_reduce_sum
+from rl_engine.mesh import Axis, all_reduce_sum_over
 from rl_engine.numerics import constants as C
 from rl_engine.numerics.accumulator import accumulate, close_fp32, close_fp64, normalise
 
-__all__ = ["LossSums", "attach_gradient", "reduce_terms", "token_weights"]
+__all__ = ["LossSums", "attach_gradient", "close_sums", "reduce_terms", "sequence_sums", "token_weights"]
 
 
 class LossSums(NamedTuple):
@@ -34,7 +35,7 @@ class LossSums(NamedTuple):
         per_sequence_policy: [S] fp32 sums of the surrogate over each sequence's active tokens.
         per_sequence_kl: [S] fp32, likewise.
         num_guarded_tokens: 0-dim int64.
-        extra: [E] int64, the sums over DP of what the caller sent along.
+        extra: [E] int64, the sums over all ranks of what the caller sent along.
     """
 
     loss: Tensor
@@ -52,7 +53,7 @@ def token_weights(active_tokens: Tensor, reduction: LossReductionSpec, dp_size: 
     Args:
         active_tokens: [S] int64 active tokens of each sequence of the whole batch.
         reduction: The normaliser, and what the trainer does with gradients over DP.
-        dp_size: DP degree.
+        dp_size: DP × CP degree, the ranks that hold other tokens.
 
     Returns:
         [S] fp32; what it holds for sequences without active tokens does not matter.
@@ -93,6 +94,21 @@ def _normalised(acc: Tensor, active_tokens: Tensor, reduction: LossReductionSpec
     return torch.where(total_tokens > 0, value, 0.0)
 
 
+def sequence_sums(terms: TokenTerms, place: Tensor, num_places: int) -> list[Tensor]:
+    """The exact sums of this rank's tokens, to be added up as integers.
+
+    Args:
+        terms: This rank's tokens.
+        place: [N] int64 in [0, num_places): which sum each token belongs to, by its sequence.
+        num_places: Number of sums.
+
+    Returns:
+        [num_places, 14] int64 of the surrogate, and the same of the KL where there is a reference.
+    """
+    values = [terms.surrogate] if terms.kl is None else [terms.surrogate, terms.kl]
+    return [normalise(accumulate(v, place, num_places)) for v in values]
+
+
 def reduce_terms(
     terms: TokenTerms,
     sequence: Tensor,
@@ -101,34 +117,57 @@ def reduce_terms(
     *,
     objective: ObjectiveSpec,
     reduction: LossReductionSpec,
-    dp: Axis,
+    axes: Sequence[Axis],
 ) -> LossSums:
-    """Sum the terms of all ranks exactly. One collective: an all-reduce(SUM) of int64 over DP.
+    """Sum the terms of all ranks exactly. One collective per axis: an all-reduce(SUM) of int64.
 
     Args:
         terms: This rank's tokens.
         sequence: [N] int64, the global sequence of each token.
         active_tokens: [S] int64 over the whole batch.
-        extra: [E] int64 to be summed over DP in the same collective.
+        extra: [E] int64 to be summed over the ranks in the same collective.
         objective: For β.
         reduction: The normaliser.
-        dp: The DP axis.
+        axes: Those over which ranks hold other tokens: DP, CP.
 
     Returns:
         The same on every rank.
     """
     num_sequences = len(active_tokens)
-    values = [terms.surrogate] if terms.kl is None else [terms.surrogate, terms.kl]
-    accs = [normalise(accumulate(v, sequence, num_sequences)) for v in values]
+    accs = sequence_sums(terms, sequence, num_sequences)
     guarded = terms.guarded.sum()[None]
-    packed = all_reduce_sum(dp, torch.cat([*(a.flatten() for a in accs), guarded, extra]))
+    packed = all_reduce_sum_over(axes, torch.cat([*(a.flatten() for a in accs), guarded, extra]))
     size = num_sequences * C.ACC_COLUMNS
     accs = [packed[i * size : (i + 1) * size].view(num_sequences, C.ACC_COLUMNS) for i in range(len(accs))]
     rest = packed[len(accs) * size :]
+    return close_sums(accs, active_tokens, rest[0], rest[1:], objective=objective, reduction=reduction)
 
+
+def close_sums(
+    accs: Sequence[Tensor],
+    active_tokens: Tensor,
+    num_guarded_tokens: Tensor,
+    extra: Tensor,
+    *,
+    objective: ObjectiveSpec,
+    reduction: LossReductionSpec,
+) -> LossSums:
+    """The loss of complete sums.
+
+    Args:
+        accs: [S, 14] int64 of the surrogate; and of the KL where there is a reference.
+        active_tokens: [S] int64 over the whole batch.
+        num_guarded_tokens: 0-dim int64, passed on.
+        extra: [E] int64, passed on.
+        objective: For β.
+        reduction: The normaliser.
+
+    Returns:
+        The same wherever the sums are the same.
+    """
     per_sequence = [close_fp32(a) for a in accs]
     totals = [_normalised(a, active_tokens, reduction) for a in accs]
-    if terms.kl is None:
+    if len(accs) == 1:
         per_sequence.append(torch.zeros_like(per_sequence[0]))
         totals.append(torch.zeros_like(totals[0]))
     policy, kl = totals
@@ -139,8 +178,8 @@ def reduce_terms(
         kl=kl.float(),
         per_sequence_policy=per_sequence[0],
         per_sequence_kl=per_sequence[1],
-        num_guarded_tokens=rest[0],
-        extra=rest[1:],
+        num_guarded_tokens=num_guarded_tokens,
+        extra=extra,
     )
 
 

@@ -6,6 +6,7 @@ from rl_engine.mesh.exchange import all_gather_rows as all_gather_rows
 from rl_engine.mesh.exchange import all_reduce_float as all_reduce_float
 from rl_engine.mesh.exchange import all_reduce_max as all_reduce_max
 from rl_engine.mesh.exchange import all_reduce_sum as all_reduce_sum
+from rl_engine.mesh.exchange import all_reduce_sum_over as all_reduce_sum_over
 from rl_engine.mesh.exchange import gather_json as gather_json
 from rl_engine.mesh.exchange import guard as guard
 from rl_engine.mesh.preflight import Claim as Claim
@@ -23,6 +24,7 @@ __all__ = [
     "all_reduce_float",
     "all_reduce_max",
     "all_reduce_sum",
+    "all_reduce_sum_over",
     "count_collectives",
     "gather_json",
     "guard",

@@ -10,7 +10,7 @@ Legend: n rows, K words a row, size ranks on the axis. On an axis of one rank ev
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -27,6 +27,7 @@ __all__ = [
     "all_reduce_float",
     "all_reduce_max",
     "all_reduce_sum",
+    "all_reduce_sum_over",
     "gather_json",
     "gather_texts",
     "guard",
@@ -75,6 +76,18 @@ def all_reduce_sum(
         LostRankError: a rank of the axis is gone.
     """
     return _reduce(axis, words, "sum", in_place, kind)
+
+
+def all_reduce_sum_over(
+    axes: Sequence[Axis], words: torch.Tensor, *, kind: str = "all_reduce_sum"
+) -> torch.Tensor:
+    """The int64 sum over several axes, one after the other: a collective for each of more than one rank.
+
+    Integers add up alike over the axes in any order, or over one group of all their ranks.
+    """
+    for axis in axes:
+        words = all_reduce_sum(axis, words, kind=kind)
+    return words
 
 
 def all_reduce_max(

@@ -48,7 +48,6 @@ def _loss(backend_id: str, scope: DeterminismScope, kind: ImplementationKind) ->
         kl_estimators=frozenset(KLEstimator),
         advantage_normalizers=frozenset(AdvantageNormalizer),
         determinism_scopes=frozenset({scope}),
-        cp_world_sizes=frozenset({1}),
         implementation_kind=kind,
     )
 

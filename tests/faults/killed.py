@@ -11,7 +11,7 @@ import torch
 
 from rl_engine.contracts import LogprobContract, ShardingSpec
 from rl_engine.logprob import VocabParallelLogprobOp, exact
-from rl_engine.loss import evaluate, sums
+from rl_engine.loss import sequences, sums
 from rl_engine.mesh import exchange
 from rl_engine.mesh.pool import RankContext
 from rl_engine.mesh.pool_worker import Mesh
@@ -101,7 +101,7 @@ def kill_in_op(context: RankContext, victim: int, front: str) -> Ending:
 FAILURES: dict[str, tuple[Any, str]] = {
     "in the backend": (exact.ExactBackend, "rows"),
     "in the closing": (exact.TorchWords, "close"),
-    "in the gather": (evaluate, "fp32_bits"),
+    "in the gather": (sequences, "fp32_bits"),
     "in the sums": (sums, "accumulate"),
 }
 

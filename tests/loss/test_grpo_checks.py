@@ -157,7 +157,7 @@ WRONG: dict[str, tuple[Callable[[Call], None], str]] = {
     ),
     "context parallel": (
         context_parallel,
-        "the context-parallel axis has 2 ranks, and the loss is not split over one",
+        "the contract is for CP rank 0 of 2, the call has rank 0 of 1; pass cp_group=",
     ),
     "an unknown backend": (
         put(logprob_backend="exact_numbra"),
@@ -256,11 +256,12 @@ def test_the_mask_may_be_the_contracts() -> None:
     assert_bits_equal(result.loss, run_job(one).loss, "loss, masked by the ignore index")
 
 
-def test_the_registry_says_the_same_of_context_parallelism() -> None:
+def test_every_loss_backend_serves_context_parallelism() -> None:
     call = call_on(TP, DP, alone())
     context_parallel(call)
     reasons = kernel_registry.explain(call["contract"]).reasons
-    assert "cp_world_size 2 is not among 1" in reasons["exact"]
+    assert reasons["exact"] == ()
+    assert not any("cp_world_size" in reason for reason in reasons["naive"])
 
 
 def test_a_policy_word_that_is_none() -> None:
