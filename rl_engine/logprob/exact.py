@@ -144,6 +144,8 @@ class _ExactRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Rows, tier: WordTier) -> tuple[Tensor | None, ...]:
         with_entropy = rows.contract.output.entropy
+        if rows.loss is not None and not with_entropy and rows.axis.size == 1:
+            return _forward_with_loss(ctx, logits, rows, tier)
         partials = tier.partials(
             logits,
             rows.target_local,
@@ -163,6 +165,7 @@ class _ExactRows(torch.autograd.Function):
         entropy = None if closed.entropy is None else torch.where(rows.active, closed.entropy, 0.0)
 
         ctx.set_materialize_grads(False)
+        ctx.loss_rows = None
         ctx.tier, ctx.scale_l, ctx.inv_t, ctx.real_cols = tier, rows.scale_l, rows.inv_t, rows.real_cols
         ctx.save_for_backward(logits, rows.target_local, rows.active, closed.owned, closed.lse2, entropy)
         ctx.mark_non_differentiable(closed.good, closed.owned)
@@ -187,6 +190,18 @@ class _ExactRows(torch.autograd.Function):
         a = coefficient(grad_logp, active_only=True)
         if a is not None:  # a row whose target nobody owns has logp NaN: so is its gradient
             a = torch.where(~owned & (a != 0), torch.nan, a)
+        if ctx.loss_rows is not None and a is not None and grad_lse is None:
+            d = ctx.tier.resume_gradient(
+                ctx.loss_rows,
+                logits,
+                target_local,
+                grad_logp=a,
+                upstream=grad_logp,
+                scale_l=ctx.scale_l,
+                real_cols=ctx.real_cols,
+            )
+            ctx.loss_rows = None  # given away: a second backward computes its own
+            return d, None, None
         d = ctx.tier.gradient(
             logits,
             target_local,
@@ -199,6 +214,25 @@ class _ExactRows(torch.autograd.Function):
             real_cols=ctx.real_cols,
         )
         return d, None, None
+
+
+def _forward_with_loss(ctx: Any, logits: Tensor, rows: Rows, tier: Any) -> tuple[Tensor | None, ...]:
+    """The same numbers, with the gradient of the loss made while the row is at hand, for backward to give."""
+    done = tier.loss_rows(
+        logits,
+        rows.target_local,
+        rows.loss,
+        scale_l=rows.scale_l,
+        inv_t=rows.inv_t,
+        real_cols=rows.real_cols,
+    )
+    ctx.set_materialize_grads(False)
+    ctx.loss_rows = done
+    ctx.tier, ctx.scale_l, ctx.inv_t, ctx.real_cols = tier, rows.scale_l, rows.inv_t, rows.real_cols
+    ctx.save_for_backward(logits, rows.target_local, rows.active, done.owned, done.lse2, None)
+    lse = (done.lse2 * C.LN2_64).float()
+    ctx.mark_non_differentiable(done.good, done.owned)
+    return done.logp, lse, None, done.good, done.owned, None
 
 
 class ExactBackend:
@@ -219,6 +253,11 @@ class ExactBackend:
         """Raise InputError where the contract asks for another merge."""
         build = "ReductionSpec.exact()"
         require_merge(contract, self.backend_id, MergeKind.EXACT_WORDS, build=build, entropy=True)
+
+    def takes_loss(self, logits: Tensor, real_cols: int, axis: Axis) -> bool:
+        """Whether rows may carry what the loss needs, so that its gradient comes from the same visit."""
+        fits = getattr(self.tier, "fits_loss_rows", None)
+        return fits is not None and axis.size == 1 and logits.requires_grad and fits(logits, real_cols)
 
     def rows(self, rows: Rows) -> ClosedCall:
         """Forward over checked rows, differentiable; one exchange over TP, none in backward."""
@@ -241,7 +280,9 @@ def load_exact_numba() -> VocabParallelLogprobOp:
 
 
 def load_exact_triton() -> VocabParallelLogprobOp:
-    """The Triton tier for CUDA devices."""
-    from rl_engine.numerics import gpu
+    """The Triton tier for CUDA devices, with the CUDA C++ kernels for bf16 where the device has them."""
+    from rl_engine.numerics import gpu, hopper, nvrtc
 
-    return VocabParallelLogprobOp(ExactBackend("exact_triton", cast(Any, gpu)))
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    tier = gpu if nvrtc.missing_reason(capability) else hopper
+    return VocabParallelLogprobOp(ExactBackend("exact_triton", cast(Any, tier)))

@@ -17,7 +17,7 @@ from rl_engine.contracts import LogitsDtype, LogprobContract
 from rl_engine.errors import InputError
 from rl_engine.mesh import Axis
 from rl_engine.numerics.float_mode import require_gradual_underflow
-from rl_engine.numerics.words import inverse_temperature, temperature_scale
+from rl_engine.numerics.words import LossTokens, inverse_temperature, temperature_scale
 
 __all__ = [
     "MaskCache",
@@ -51,6 +51,7 @@ class Rows:
         scale_l: fl32(log2 e / T).
         inv_t: fl32(1 / T).
         checksum: [2] int64 of targets and mask, which must agree over TP, or None where nothing is validated.
+        loss: what the loss knows of each token, for a backend that takes it; None otherwise.
     """
 
     logits: Tensor
@@ -62,6 +63,7 @@ class Rows:
     scale_l: float
     inv_t: float
     checksum: Tensor | None
+    loss: LossTokens | None = None
 
 
 def check_inputs(

@@ -16,7 +16,9 @@ With `validate=False` steps 2 and 4 are gone, and rows with a problem hold NaN.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -26,6 +28,7 @@ from rl_engine.contracts import LogprobContract, MeshAxis
 from rl_engine.errors import AgreementError, InputError, RLEngineError
 from rl_engine.logprob.inputs import MaskCache, Rows, active_rows, check_inputs, prepare_rows, replace_tiles
 from rl_engine.mesh import Axis, guard, preflight
+from rl_engine.numerics.words import LossTokens
 from rl_engine.registry import kernel_registry
 
 __all__ = [
@@ -265,11 +268,16 @@ class VocabParallelLogprobOp:
         *,
         validate: bool,
         data: Tensor | None = None,
+        loss: Callable[[], LossTokens] | None = None,
     ) -> ClosedCall:
         """The forward over inputs that were checked; for callers that preflight and report themselves.
 
-        `data` is a checksum of whatever else the TP siblings must hold alike (:func:`bit_checksum`).
+        `data` is a checksum of whatever else the TP siblings must hold alike (:func:`bit_checksum`); `loss`
+        is asked where the backend can make the loss's gradient in the same visit to the logits.
         """
         assert self.backend is not None
         rows = prepare_rows(local_logits, target_ids, contract, active, axis, validate=validate, data=data)
+        takes = getattr(self.backend, "takes_loss", None)
+        if loss is not None and takes is not None and takes(rows.logits, rows.real_cols, axis):
+            rows = dataclasses.replace(rows, loss=loss())
         return self.backend.rows(rows)

@@ -24,12 +24,13 @@ drops a sequence, and no token is moved: attention over CP is the model's.
 from __future__ import annotations
 
 import json
+import math
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_engine.contracts import GRPOLossContract, MeshAxis
+from rl_engine.contracts import GRPOLossContract, KLEstimator, MeshAxis
 from rl_engine.errors import InputError, RLEngineError
 from rl_engine.logprob.inputs import MaskCache, active_rows, bit_checksum, check_inputs
 from rl_engine.logprob.op import (
@@ -42,9 +43,10 @@ from rl_engine.logprob.op import (
 from rl_engine.loss.arithmetic import ExactArithmetic, LossArithmetic
 from rl_engine.loss.evaluate import explain_values, policy_loss_from_logps, report_problems
 from rl_engine.loss.result import GRPOLossResult, LossProvenance
-from rl_engine.loss.sequences import TokenBatch, gather_sequences, token_batch
+from rl_engine.loss.sequences import GatheredSequences, TokenBatch, gather_sequences, token_batch
 from rl_engine.mesh import Axis, Claim, guard, preflight_mesh
 from rl_engine.numerics.float_mode import require_gradual_underflow
+from rl_engine.numerics.words import LossTokens
 from rl_engine.registry import kernel_registry
 
 __all__ = ["DistributedGRPOLossOp", "load_exact"]
@@ -190,6 +192,8 @@ class DistributedGRPOLossOp:
                 logprob_op,
                 tp,
                 validate,
+                gathered,
+                math.prod(axis.size for axis in (dp, cp)),
             )
             if len(calls) == 2:
                 ref = calls[1].logp
@@ -253,24 +257,59 @@ class DistributedGRPOLossOp:
         op: VocabParallelLogprobOp,
         tp: Axis,
         validate: bool,
+        gathered: GatheredSequences,
+        num_parts: int,
     ) -> list[ClosedCall]:
-        """The policy's call, and the reference's where logits are given."""
+        """The policy's call, and the reference's where logits are given.
+
+        The reference comes first: its log-probs are part of what the policy's call may use to make the
+        gradient of the loss in the same visit to the logits.
+        """
         data = None
         if validate and tp.size > 1:
             per_row = [v for v in (batch.old, ref, advantages) if v is not None]
             masked = [torch.where(batch.active, v, 0.0) for v in per_row]
             data = bit_checksum(torch.cat(masked if rewards is None else [*masked, rewards]))
-        calls = [
-            op.compute(
-                policy_logits, action_ids, contract.logprob, batch.active, tp, validate=validate, data=data
-            )
-        ]
+        reference: list[ClosedCall] = []
         if ref_logits is not None:
             with torch.no_grad():
-                calls.append(
+                reference = [
                     op.compute(ref_logits, action_ids, contract.logprob, batch.active, tp, validate=validate)
-                )
-        return calls
+                ]
+
+        def loss_tokens() -> LossTokens:
+            known = advantages
+            if known is None:
+                spec = contract.objective.advantage
+                boundaries = contract.sharding.group_boundaries
+                known = self.arithmetic.group_advantages(gathered.rewards, boundaries, spec)[batch.sequence]
+            counts = gathered.active_tokens
+            weights = self.arithmetic.token_weights(counts, contract.reduction, num_parts)
+            return LossTokens(
+                old=batch.old.contiguous(),
+                advantage=known.contiguous(),
+                ref=reference[0].logp if reference else None if ref is None else ref.contiguous(),
+                active=batch.active.contiguous(),
+                weight=weights[batch.sequence],
+                low=1.0 - contract.objective.clip.clip_eps_low,
+                high=1.0 + contract.objective.clip.clip_eps_high,
+                guard=contract.objective.log_ratio_guard,
+                beta=contract.objective.beta,
+                k3=contract.objective.kl_estimator is KLEstimator.K3_UNBIASED,
+            )
+
+        exact = isinstance(self.arithmetic, ExactArithmetic)
+        policy = op.compute(
+            policy_logits,
+            action_ids,
+            contract.logprob,
+            batch.active,
+            tp,
+            validate=validate,
+            data=data,
+            loss=loss_tokens if exact else None,
+        )
+        return [policy, *reference]
 
     def _check(
         self,

@@ -24,7 +24,7 @@ from torch import Tensor
 from rl_engine.numerics import constants as C
 from rl_engine.numerics.words import ClosedRows
 
-__all__ = ["close", "gradient", "partials"]
+__all__ = ["close", "gradient", "gradient_where_changed", "partials"]
 
 _P0, _P1, _P2, _P3, _P4, _P5, _P6 = (tl.constexpr(c) for c in C.EXP2_POLY)
 _MAGIC = tl.constexpr(C.MAGIC)
@@ -518,6 +518,45 @@ def _gradient_kernel(
             tl.store(dst + cols, d.to(out.dtype.element_ty), mask=cols < num_cols)
 
 
+@triton.jit
+def _changed_kernel(
+    logits,  # [n, V_local] bf16 | fp16 | fp32, IN
+    out,  # [n, V_local], IN and OUT
+    target_local,  # [n] int64, IN
+    lse2_in,  # [n] float64, IN
+    grad_logp,  # [n] fp32, IN
+    upstream,  # [n] fp32, IN
+    expected,  # [n] fp32, IN
+    real_cols,
+    num_cols,
+    row_stride,
+    out_stride,
+    scale_l,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    came = tl.load(upstream + row)
+    known = tl.load(expected + row)
+    if (came != known) & ((came == came) | (known == known)):
+        a = tl.load(grad_logp + row)
+        lse2 = tl.load(lse2_in + row)
+        target = tl.load(target_local + row)
+        n64 = (lse2 + _RINT_64) - _RINT_64
+        n = n64.to(tl.float32)
+        f = (lse2 - n64).to(tl.float32)
+        check = lse2 + a
+        bad = (a != 0) & ~((check - check) == 0.0)
+        fill = tl.where(bad, float("nan"), 0.0)
+        for start in range(0, num_cols, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + row * row_stride + cols, mask=cols < real_cols, other=0.0).to(tl.float32)
+            delta = tl.where(cols == target, 1.0, 0.0)
+            d = _slope(x, delta, scale_l, n, f, a, 0.0, 0.0, 0.0, True, False, False)
+            d = tl.where(bad | (a == 0), fill, d)
+            d = tl.where(cols < real_cols, d, 0.0)
+            tl.store(out + row * out_stride + cols, d.to(out.dtype.element_ty), mask=cols < num_cols)
+
+
 # ---------------------------------------------------------------------------------------------- launchers
 
 _FORWARD_BLOCK, _FORWARD_WARPS = 512, 2
@@ -674,3 +713,53 @@ def gradient(
             enable_fp_fusion=False,
         )
     return out
+
+
+def gradient_where_changed(
+    logits: Tensor,
+    target_local: Tensor,
+    lse2: Tensor,
+    *,
+    grad_logp: Tensor,
+    upstream: Tensor,
+    expected: Tensor,
+    scale_l: float,
+    real_cols: int,
+    out: Tensor,
+) -> None:
+    """Write again the rows of `out` whose upstream gradient is not the one they were made with; one launch.
+
+    The rest costs one comparison a row, so that nobody has to ask the device whether they agree.
+
+    Args:
+        logits: [n, V_local].
+        target_local: [n] int64.
+        lse2: [n] float64.
+        grad_logp: [n] fp32, a of section 4.
+        upstream: [n] fp32, the gradient in logp that came.
+        expected: [n] fp32, the one that `out` was made with.
+        scale_l: L.
+        real_cols: columns before the padding.
+        out: [n, V_local] gradient, a row of which follows from `expected`.
+    """
+    num_rows, num_cols = logits.shape
+    if num_rows == 0 or num_cols == 0:
+        return
+    with torch.cuda.device(logits.device):
+        _changed_kernel[(num_rows,)](
+            logits,
+            out,
+            target_local,
+            lse2,
+            grad_logp.contiguous(),
+            upstream.contiguous(),
+            expected,
+            real_cols,
+            num_cols,
+            logits.stride(0),
+            out.stride(0),
+            scale_l,
+            BLOCK=_BACKWARD_BLOCK,
+            num_warps=_BACKWARD_WARPS,
+            enable_fp_fusion=False,
+        )

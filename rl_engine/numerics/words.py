@@ -20,6 +20,7 @@ from rl_engine.numerics.bits import fp32_bits, from_fp32_bits
 
 __all__ = [
     "ClosedRows",
+    "LossTokens",
     "close_rows",
     "empty_partial",
     "inverse_temperature",
@@ -191,3 +192,31 @@ def close_rows(partial: Tensor, scale_l: float) -> ClosedRows:
         h = torch.where(good, h, torch.nan)
         entropy = torch.where((h > 0) | h.isnan(), h, 0.0)
     return ClosedRows(lse2, logp, lse, entropy, good, owned)
+
+
+class LossTokens(NamedTuple):
+    """What the loss knows of each token before its log-prob, and the formula (docs/numerics.md, section 7).
+
+    Attributes:
+        old: [n] fp32.
+        advantage: [n] fp32.
+        ref: [n] fp32, or None without a KL term.
+        active: [n] bool.
+        weight: [n] fp32, of the token in the gradient.
+        low: lower bound of the clipped ratio.
+        high: upper bound.
+        guard: of log-ratios.
+        beta: KL coefficient.
+        k3: whether the KL estimator is k3, else k1.
+    """
+
+    old: Tensor
+    advantage: Tensor
+    ref: Tensor | None
+    active: Tensor
+    weight: Tensor
+    low: float
+    high: float
+    guard: float
+    beta: float
+    k3: bool
