@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ def _cluster(num_cols: int, limit: int) -> int:
 
 def _shared_memory(device: torch.device) -> int:
     """Bytes that one block may have."""
-    properties: Any = torch.cuda.get_device_properties(device)
+    properties = cast(Any, torch.cuda).get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
 
